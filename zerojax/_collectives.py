@@ -1,0 +1,241 @@
+"""One leaf's reduce-scatter and all-gather, padding, and the global norm."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
+
+from zerojax._contexts import constrain, current_mesh, manual_axes
+from zerojax._partition import LeafPlan, Partition, axes_size, from_spec
+
+
+def split_view(part: Partition, leaf: LeafPlan) -> LeafPlan:
+    """The same leaf with each dim that model *and* shard axes share viewed as two dims.
+
+    A reduce-scatter along a dim that an automatic axis shards too would permute its order; along
+    the second half of the view `(model shards, rest)` it does not. Where no dim is shared the
+    view is the leaf itself. Splitting and merging are reshapes that move nothing.
+    """
+    shape, stored, model, shard = [], [], [], []
+    for n, s, m, z in zip(leaf.shape, leaf.stored, leaf.model, leaf.shard, strict=True):
+        if m and z:
+            blocks = axes_size(part.mesh, m)
+            shape += [blocks, n // blocks]
+            stored += [blocks, s // blocks]
+            model += [m, ()]
+            shard += [(), z]
+        else:
+            shape, stored, model, shard = [*shape, n], [*stored, s], [*model, m], [*shard, z]
+    return dataclasses.replace(
+        leaf, shape=tuple(shape), stored=tuple(stored), model=tuple(model), shard=tuple(shard)
+    )
+
+
+def scatter(view: LeafPlan, x: jax.Array, rest: tuple[str, ...]) -> jax.Array:
+    """Sums over the data axes; each device keeps its shard. In a Manual region.
+
+    Args:
+      view: the leaf's plan, through `split_view`.
+      x: one device's gradient in the natural shape of the view.
+      rest: further axes to sum over, along which the leaf is not sharded; on the shard.
+
+    Returns:
+      This device's shard of the stored shape.
+    """
+
+    def collective(x: jax.Array) -> jax.Array:
+        x = _pad(x, view)
+        for dim, axes in enumerate(view.shard):
+            if axes:
+                x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        return lax.psum(x, rest) if rest else x
+
+    return fully_manual(collective, view)(x)
+
+
+def take(part: Partition, view: LeafPlan, x: jax.Array) -> jax.Array:
+    """This device's shard of an array that every device holds whole. In a Manual region."""
+
+    def collective(x: jax.Array) -> jax.Array:
+        x = _pad(x, view)
+        for dim, axes in enumerate(view.shard):
+            if axes:
+                size = x.shape[dim] // axes_size(part.mesh, axes)
+                x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+        return x
+
+    return fully_manual(collective, view)(x)
+
+
+def gather(view: LeafPlan, x: jax.Array) -> jax.Array:
+    """The whole array, natural shape, typed invariant, from every device's shard."""
+
+    def collective(x: jax.Array) -> jax.Array:
+        for dim, axes in enumerate(view.shard):
+            if axes:
+                x = lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
+        return _unpad(x, view)
+
+    return fully_manual(collective, view)(x)
+
+
+def unsharded_axes(part: Partition, leaf: LeafPlan) -> tuple[str, ...]:
+    """The data axes that a leaf is summed over without being sharded over them."""
+    spec_axes = leaf.model_axes + leaf.shard_axes
+    return tuple(a for a in part.data_axes if a not in spec_axes and part.mesh.shape[a] > 1)
+
+
+def fully_manual(fn: Callable[..., Any], view: LeafPlan) -> Callable[..., Any]:
+    """Runs a collective with the remaining, model axes Manual too.
+
+    In a region that is manual over the data axes only, XLA would all-gather a tensor-sharded
+    array over the model axes before each collective.
+    """
+    rest = set(get_abstract_mesh().axis_names) - manual_axes()
+    if not rest:
+        return fn
+    spec = P(*(tuple(a for a in axes if a in rest) or None for axes in view.model))
+    return jax.shard_map(
+        fn, in_specs=spec, out_specs=spec, axis_names=rest, check_vma=vma_is_checked()
+    )
+
+
+def vma_is_checked() -> bool:
+    """Whether the enclosing Manual region has types: `shard_map(..., check_vma=True)`."""
+    axis = next(iter(manual_axes()))
+    return bool(jax.typeof(lax.axis_index(axis)).manual_axis_type.varying)
+
+
+def _pad(x: jax.Array, view: LeafPlan) -> jax.Array:
+    """From a natural to a stored shape; only dims that no model axis shards ever grow."""
+    widths = [(0, s - n) for n, s in zip(view.shape, view.stored, strict=True)]
+    return jnp.pad(x, widths) if view.padded else x
+
+
+def _unpad(x: jax.Array, view: LeafPlan) -> jax.Array:
+    for dim, (n, s) in enumerate(zip(view.shape, view.stored, strict=True)):
+        x = lax.slice_in_dim(x, 0, n, axis=dim) if n != s else x
+    return x
+
+
+def to_stored(part: Partition, x: Any, stored: tuple[int, ...], spec: P) -> Any:
+    """Pads a natural array of an Auto-mode program; each device pads only its own end."""
+    if x.shape != stored:
+        x = constrain(part.mesh, x, spec)
+        x = jnp.pad(x, [(0, s - n) for n, s in zip(x.shape, stored, strict=True)])
+    return constrain(part.mesh, x, spec)
+
+
+def to_natural(part: Partition, x: Any, shape: tuple[int, ...], spec: P) -> Any:
+    """Strips the padding in an Auto-mode program; the result may be unevenly sharded."""
+    if x.shape != shape:
+        x = constrain(part.mesh, x, spec)
+        x = lax.slice(x, (0,) * x.ndim, shape)
+    return constrain(part.mesh, x, spec)
+
+
+def global_norm(updates: Any) -> jax.Array:
+    """The Euclidean norm over all leaves of a tree, each element counted once.
+
+    Right under jit (Auto and Explicit axes) and inside a Manual region, where a leaf's type says
+    over which axes it is sharded; there it costs one psum per distinct set of such axes.
+
+    Args:
+      updates: tree of arrays; inside a Manual region the shards of one.
+
+    Returns:
+      A scalar, float32 or wider; invariant over all axes in a Manual region.
+
+    Raises:
+      TypeError: inside a Manual region with `check_vma=False`, which has no types to ask.
+
+    >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array(4.0)}))
+    5.0
+    """
+    if manual_axes() and not vma_is_checked():
+        raise TypeError(
+            "zerojax.global_norm: inside jax.shard_map(check_vma=False) no type says over which "
+            "axes a leaf is sharded. Remove check_vma=False."
+        )
+    return zerojax_global_norm(jax.tree.leaves(updates))
+
+
+@jax.jit  # as one equation of this name the shard-locality walk can tell it from a plain sum
+def zerojax_global_norm(leaves: list[jax.Array]) -> jax.Array:
+    """The norm of a list of arrays; see `global_norm`."""
+    groups = defaultdict(list)
+    for x in leaves:
+        groups[tuple(sorted(jax.typeof(x).manual_axis_type.varying))].append(_sum_of_squares(x))
+    sums = [lax.psum(sum(parts), axes) if axes else sum(parts) for axes, parts in groups.items()]
+    return jnp.sqrt(sum(sums, jnp.zeros((), jnp.float32)))
+
+
+class ClipByGlobalNormState(NamedTuple):
+    """`clip_by_global_norm` has no state."""
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` that is also right on shards inside a Manual region.
+
+    Args:
+      max_norm: gradients with a larger `zerojax.global_norm` are scaled down to it.
+
+    Returns:
+      A gradient transformation, for use inside `zerojax.zero` or outside.
+
+    >>> tx = clip_by_global_norm(1.0)
+    >>> grads = {"w": jnp.array([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]["w"].tolist()
+    [0.6000000238418579, 0.800000011920929]
+    """
+
+    def init(params: Any) -> ClipByGlobalNormState:
+        return ClipByGlobalNormState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        norm = global_norm(updates)
+
+        def clip(x: jax.Array) -> jax.Array:
+            return jnp.where(norm < max_norm, x, (x / norm.astype(x.dtype)) * max_norm)
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def norm_of_shards(part: Partition, grads: Any) -> jax.Array:
+    """The global norm of a gradient tree in an Auto-mode program: one scalar all-reduce."""
+    leaves = [leaf for leaf in part.leaves if leaf.trainable]
+    values = [
+        to_stored(part, x, leaf.stored, leaf.shard_spec)
+        for x, leaf in zip(jax.tree.leaves(grads), part.leaves, strict=True)
+        if leaf.trainable
+    ]
+    mesh = current_mesh(part.mesh)
+    axes = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
+
+    def local(*shards: jax.Array) -> jax.Array:
+        total = jnp.zeros((), jnp.float32)
+        for leaf, x in zip(leaves, shards, strict=True):
+            # Of the devices that hold the same elements, the first one counts them.
+            same = tuple(a for a in axes if a not in leaf.model_axes + leaf.shard_axes)
+            squares = _sum_of_squares(x)
+            total += jnp.where(lax.axis_index(same) == 0, squares, 0) if same else squares
+        return jnp.sqrt(lax.psum(total, axes) if axes else total)
+
+    specs = tuple(leaf.shard_spec for leaf in leaves)
+    region = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    return region(*values)
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(jnp.finfo(x.dtype).dtype, jnp.float32)
+    return jnp.sum(jnp.square(jnp.abs(x).astype(wide)))

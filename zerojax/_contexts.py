@@ -1,0 +1,86 @@
+"""Where the code stands: eager, under jit with Auto or Explicit axes, or inside a Manual region."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+
+def axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
+    """The names of the mesh axes of one type."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, axis_type in types if axis_type == kind}
+
+
+def manual_axes() -> set[str]:
+    """The mesh axes that the enclosing `shard_map`s have made Manual."""
+    return axes_of_type(get_abstract_mesh(), AxisType.Manual)
+
+
+def current_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh as the surrounding code sees it, with its axis types there."""
+    return mesh if get_abstract_mesh().empty else get_abstract_mesh()
+
+
+def constrain(mesh: Mesh | AbstractMesh, x: Any, spec: P) -> Any:
+    """Constrains an array of an Auto-mode program to a spec."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(current_mesh(mesh), spec))
+
+
+def run_globally(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    *args: Any,
+    out_specs: Any,
+    axes: set[str] | None = None,
+    static: dict[str, Any] | None = None,
+) -> Any:
+    """Calls `fn` on global arrays with the mesh axes in Auto mode.
+
+    Under jit on an Auto mesh this is just `fn(*args)`; Explicit axes are entered with
+    `auto_axes`; outside jit, `fn` is jitted.
+
+    Args:
+      fn: the same function object at every call, or each eager call compiles anew.
+      mesh: the mesh of the partition.
+      *args: trees of arrays.
+      out_specs: tree of PartitionSpecs of the result, for leaving Explicit axes.
+      axes: which axes `fn` needs in Auto mode; all by default.
+      static: keyword arguments that are not arrays.
+    """
+    static = static or {}
+    explicit = axes_of_type(current_mesh(mesh), AxisType.Explicit)
+    explicit &= set(mesh.axis_names) if axes is None else axes
+    if explicit:
+        specs, treedef = jax.tree.flatten(out_specs)
+        fn = _enter_auto(fn, mesh, tuple(sorted(explicit)), tuple(specs), treedef)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+        args = jax.tree.map(lambda x: _on_mesh(x, mesh), args)
+        fn = jax.jit(fn, static_argnames=tuple(static))
+    return fn(*args, **static)
+
+
+@functools.lru_cache(maxsize=64)  # one function object for each, or eager calls compile anew
+def _enter_auto(
+    fn: Callable[..., Any], mesh: Mesh, axes: tuple[str, ...], out_specs: tuple[P, ...], treedef: Any
+) -> Callable[..., Any]:
+    """`fn` with some Explicit axes in Auto mode inside."""
+    shardings = treedef.unflatten([NamedSharding(mesh, spec) for spec in out_specs])
+
+    def run(*args: Any, **static: Any) -> Any:
+        auto = jax.sharding.auto_axes(
+            functools.partial(fn, **static), axes=axes, out_sharding=shardings
+        )
+        return auto(*args)
+
+    return run
+
+
+def _on_mesh(x: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Replicates an array over the mesh unless it lives on one already."""
+    if isinstance(getattr(x, "sharding", None), NamedSharding):
+        return x
+    return jax.device_put(x, NamedSharding(mesh, P()))

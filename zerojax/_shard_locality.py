@@ -1,0 +1,145 @@
+"""May an update run on each shard alone? Asked of the sharding types in its jaxpr.
+
+An update that reads more than its own shard (a global norm, a factored moment, noise drawn for the
+whole array) is right under jit, where arrays are global, and silently wrong inside a Manual region.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+from jax.sharding import use_abstract_mesh
+
+from zerojax._partition import Partition, from_spec
+from zerojax._sharding_types import twin_mesh
+
+# Every element of the result depends on the elements at the same place alone.
+_ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
+    floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt
+    max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor""".split()
+)
+# These keep to each shard as long as their types keep every sharded dim sharded.
+_TYPED = frozenset(
+    """argmax argmin broadcast_in_dim dot_general expand_dims optimization_barrier
+    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor reshape reshard
+    sharding_constraint squeeze transpose""".split()
+)
+# These act along one dim, the parameter named here, which must not be a sharded one.
+_ALONG = {
+    "concatenate": "dimension", "cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis",
+    "cumprod": "axis", "cumsum": "axis", "sort": "dimension", "split": "axis",
+}  # fmt: skip
+
+Dims = frozenset[int]  # dims along which a value is known to be constant
+
+
+def not_shard_local(part: Partition, fn: Callable[..., Any], *args: Any) -> list[str]:
+    """The equations of `fn` that mix elements of different shards.
+
+    Args:
+      part: the partition.
+      fn: an optimizer's `update`.
+      *args: trees of arrays typed on the twin.
+
+    Returns:
+      One line for each offending equation; empty if `fn` may run on each shard alone.
+    """
+    try:
+        with use_abstract_mesh(twin_mesh(part.mesh)):
+            jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    except Exception as error:  # a ShardingTypeError, or what its author made of it
+        return [f"it cannot be traced on sharded arrays: {str(error).splitlines()[0]}"]
+    walk = _Walk(frozenset(part.shard_axes))
+    walk.run(jaxpr, [frozenset()] * len(jaxpr.invars))
+    return list(dict.fromkeys(walk.problems))
+
+
+class _Walk:
+    """Follows shard axes, and the dims along which values are constant, through a jaxpr."""
+
+    def __init__(self, axes: frozenset[str]):
+        self.axes = axes
+        self.problems: list[str] = []
+
+    def run(self, jaxpr: Any, constant_in: Sequence[Dims]) -> list[Dims]:
+        """Checks each equation; returns the constant dims of each output."""
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        constant = dict(zip(jaxpr.invars, constant_in, strict=True))
+
+        def read(atom: Any) -> Dims:
+            literal = isinstance(atom, jex_core.Literal)
+            return frozenset() if literal else constant.get(atom, frozenset())
+
+        for eqn in jaxpr.eqns:
+            constant.update(zip(eqn.outvars, self._equation(eqn, [*map(read, eqn.invars)])))
+        return [*map(read, jaxpr.outvars)]
+
+    def _equation(self, eqn: Any, constant_in: list[Dims]) -> list[Dims]:
+        unknown: list[Dims] = [frozenset()] * len(eqn.outvars)
+        if eqn.params.get("name") == "zerojax_global_norm":
+            return unknown
+        inner = list(jex_core.jaxprs_in_params(eqn.params))
+        if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):  # a call
+            return self.run(inner[0], constant_in)
+        for jaxpr in inner:  # a loop or a conditional
+            self.run(jaxpr, [frozenset()] * len(jaxpr.invars))
+        return unknown if inner else self._primitive(eqn, constant_in)
+
+    def _primitive(self, eqn: Any, constant_in: list[Dims]) -> list[Dims]:
+        name = eqn.primitive.name
+        operands = [
+            (atom.aval, self._sharded(atom.aval), constant)
+            for atom, constant in zip(eqn.invars, constant_in, strict=True)
+        ]
+        axes_in = {axis for _, sharded, _ in operands for axis in sharded}
+        constant_out = _constant_out(eqn, operands)
+        for out in eqn.outvars:
+            sharded_out = self._sharded(out.aval)
+            if lost := axes_in - sharded_out.keys():
+                self._report(eqn, f"the result is no longer sharded over {sorted(lost)}")
+            for axis, dim in sharded_out.items():
+                if dim in constant_out:
+                    continue
+                if axis not in axes_in:
+                    self._report(eqn, f"the result depends on the position along {axis!r}")
+                for aval, sharded, constant in operands:
+                    same_dim = name in _ELEMENTWISE and dim in constant
+                    if not (axis in sharded or same_dim or len(constant) == aval.ndim):
+                        self._report(eqn, f"an operand that varies is not sharded over {axis!r}")
+        if axes_in and name not in _ELEMENTWISE | _TYPED:
+            dim = eqn.params.get(_ALONG.get(name, ""))
+            if dim is None or any(dim in sharded.values() for _, sharded, _ in operands):
+                self._report(eqn, "it is not known to act on each shard alone")
+        return [constant_out] * len(eqn.outvars)
+
+    def _sharded(self, aval: Any) -> dict[str, int]:
+        """The shard axes of a type, with their dims."""
+        spec = from_spec(aval.sharding.spec, aval.ndim)
+        return {axis: dim for dim, axes in enumerate(spec) for axis in axes if axis in self.axes}
+
+    def _report(self, eqn: Any, why: str) -> None:
+        types = ", ".join(atom.aval.str_short(short_dtypes=True) for atom in eqn.invars)
+        self.problems.append(f"{eqn.primitive.name}({types}): {why}")
+
+
+def _constant_out(eqn: Any, operands: list[tuple[Any, dict[str, int], Dims]]) -> Dims:
+    """The dims along which a result is constant."""
+    name, every = eqn.primitive.name, frozenset(range(eqn.outvars[0].aval.ndim))
+    if name == "broadcast_in_dim":
+        aval, _, constant = operands[0]
+        mapped = eqn.params["broadcast_dimensions"]
+        shape = eqn.params["shape"]
+        varies = {
+            d for i, d in enumerate(mapped) if i not in constant and aval.shape[i] == shape[d]
+        }
+        return every - varies
+    if name in _ELEMENTWISE:
+        return every.intersection(*(constant for aval, _, constant in operands if aval.ndim))
+    if name in _TYPED and all(len(constant) == aval.ndim for aval, _, constant in operands):
+        return every
+    return frozenset()

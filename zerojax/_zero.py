@@ -1,0 +1,373 @@
+"""The optax wrapper: an optimizer whose state is sharded over the data axes."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import NamedSharding, reshard
+
+from zerojax import _collectives
+from zerojax._contexts import constrain, manual_axes, run_globally
+from zerojax._partition import LeafPlan, Partition, axes_size, from_spec, raise_all
+from zerojax._shard_locality import not_shard_local
+from zerojax._sharding_types import StateLeaf, inner_state_specs, on_twin, state_specs, typed
+
+
+def zero(
+    inner: optax.GradientTransformation,
+    part: Partition,
+    *,
+    local_gradients: Literal["mean", "sum"] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Shards the state of an optax transformation over the data axes (ZeRO stage 1).
+
+    The result is an ordinary optax transformation. Under jit, on Auto or Explicit axes, it takes
+    the global gradient and equals `inner` for every optimizer; XLA reduce-scatters the gradients
+    and all-gathers the updates. Inside `jax.shard_map` it reads from each gradient's type whether
+    it is still to be summed, scatters it, updates the shard and gathers the update; there `inner`
+    must be shard-local, and is refused otherwise.
+
+    State leaves have the tree and the shapes that `inner` gives them, padded where
+    `print(part)` says so. `inner` does not see integer and bool parameters; their update is zero.
+    Gradients are cast to the dtype of their parameter.
+
+    Args:
+      inner: the transformation whose state is sharded.
+      part: the plan, from `zerojax.partition`.
+      local_gradients: inside `jax.shard_map`, for gradients typed *varying* over a data axis:
+        "mean" if each device holds the gradient of the mean over its own examples, "sum" if these
+        gradients only have to be summed (a summed loss, or one divided by the global batch).
+
+    Returns:
+      A `GradientTransformationExtraArgs`; extra arguments go to `inner`.
+
+    Raises:
+      ValueError: from `init` and `update`: the tree differs from the partition's; or, inside
+        `jax.shard_map`, `inner` is not shard-local or `local_gradients` is needed.
+      TypeError: from `init` and `update`, inside `jax.shard_map(check_vma=False)`.
+
+    References:
+      Rajbhandari et al., "ZeRO", 2020, section 5.1; Xu et al., "Automatic Cross-Replica Sharding
+      of Weight Update in Data-Parallel Training", 2020, section 4.
+
+    >>> import optax
+    >>> params = {"w": jnp.ones((16, 4))}
+    >>> part = zerojax.partition(params, jax.make_mesh((8,), ("data",)))
+    >>> tx = zerojax.zero(optax.adam(0.1), part)
+    >>> state = tx.init(part.place(params))
+    >>> state[0].mu["w"].sharding.spec
+    PartitionSpec('data', None)
+    """
+    if local_gradients not in (None, "mean", "sum"):
+        raise ValueError(f"local_gradients must be 'mean' or 'sum', got {local_gradients!r}.")
+    inner = optax.with_extra_args_support(inner)
+
+    @functools.lru_cache(maxsize=32)
+    def layout_of(leaves: tuple[LeafPlan, ...], treedef: Any) -> Any:
+        return inner_state_specs(part, inner.init, leaves, treedef)
+
+    def layout(tree: Any) -> Any:
+        return layout_of(tuple(_plans(part, tree)), jax.tree.structure(tree))
+
+    def init(params: Any) -> Any:
+        check_leaves(part, params, "zero.init")
+        params = _hide_untrainable(part, params)
+        if any(map(on_twin, jax.tree.leaves(params))):
+            state = inner.init(_map(part, lambda leaf, x: reshard(x, leaf.shard_spec), params))
+            return jax.tree.map(lambda leaf, x: reshard(x, leaf.spec), layout(params), state)
+        if is_manual(part, "zero.init"):
+            shards = _map(part, functools.partial(_collectives.take, part), params)
+            state = inner.init(shards)
+            _check_state(part, layout(params), state, "init of a transformation in a Manual region")
+            return state
+        specs = jax.tree.map(lambda leaf: leaf.spec, layout(params))
+        return run_globally(init_globally, part.mesh, params, out_specs=specs)
+
+    def init_globally(params: Any) -> Any:
+        state = inner.init(_map(part, functools.partial(_to_shard, part), params))
+        return _store(part, layout(params), state)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        check_leaves(part, updates, "zero.update", dtypes=False)
+        check_leaves(part, params, "zero.update")
+        whole = updates
+        updates = _hide_untrainable(part, updates)
+        params = None if params is None else _hide_untrainable(part, params)
+        leaves = layout(updates if params is None else params)
+        arrays = {name: value for name, value in extra.items() if not callable(value)}
+        functions = {name: value for name, value in extra.items() if callable(value)}
+        if is_manual(part, "zero.update"):
+            problems = not_local(updates, leaves, params, extra)
+            raise_all(
+                "zero.update: this transformation needs more than its own shard, and inside a "
+                "Manual region would be silently wrong. Call tx.update under jit outside of "
+                "jax.shard_map; for clipping use zerojax.clip_by_global_norm",
+                problems,
+            )
+            _check_state(part, leaves, state, "zero.update")
+            shards = _reduce_to_shards(part, updates, local_gradients)
+            own = params
+            if params is not None:
+                own = _map(part, functools.partial(_collectives.take, part), params)
+            updates, state = inner.update(shards, state, own, **extra)
+            updates = _map(part, _collectives.gather, updates)
+        elif any(map(on_twin, jax.tree.leaves(updates))):
+            updates, state = inner.update(updates, state, params, **extra)
+        else:
+            _check_state(part, leaves, state, "zero.update")
+            specs = (
+                _map(part, lambda leaf, _: leaf.model_spec, updates),
+                jax.tree.map(lambda leaf: leaf.spec, leaves),
+            )
+            updates, state = run_globally(
+                update_globally, part.mesh, updates, state, params, arrays,
+                out_specs=specs, static=functions,
+            )  # fmt: skip
+        return _show_untrainable(part, updates, whole), state
+
+    def update_globally(
+        updates: Any, state: Any, params: Any, arrays: Any, **functions: Any
+    ) -> tuple[Any, Any]:
+        leaves = layout(updates if params is None else params)
+        updates = _map(part, functools.partial(_to_shard, part), updates)
+        if params is not None:
+            # First to the specs where they live: XLA must not move unplaced parameters elsewhere.
+            params = _map(part, lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), params)
+            params = _map(part, functools.partial(_to_shard, part), params)
+        state = jax.tree.map(
+            lambda leaf, x: _collectives.to_natural(part, x, leaf.shape, leaf.spec), leaves, state
+        )
+        updates, state = inner.update(updates, state, params, **arrays, **functions)
+        updates = _map(part, lambda leaf, x: constrain(part.mesh, x, leaf.shard_spec), updates)
+        updates = _map(part, lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), updates)
+        return updates, _store(part, leaves, state)
+
+    def not_local(updates: Any, leaves: Any, params: Any, extra: Any) -> list[str]:
+        if axes_size(part.mesh, part.shard_axes) == 1:
+            return []
+
+        def abstract(leaf: LeafPlan, _: Any) -> Any:
+            return typed(part, leaf, leaf.shard_spec)
+
+        updates, params = _map(part, abstract, updates), _map(part, abstract, params)
+        state = jax.tree.map(lambda leaf: typed(part, leaf, leaf.spec), leaves)
+        scalars = {
+            name: jax.ShapeDtypeStruct(np.shape(value), jnp.result_type(value))
+            for name, value in extra.items()
+            if not callable(value)
+        }
+        functions = {name: value for name, value in extra.items() if callable(value)}
+        traced = functools.partial(inner.update, **functions)
+        return [
+            f"  {problem}"
+            for problem in not_shard_local(
+                part, lambda g, s, p, kw: traced(g, s, p, **kw), updates, state, params, scalars
+            )
+        ]
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def abstract_state(tx: optax.GradientTransformation, part: Partition) -> Any:
+    """The state of a transformation that contains `zero`, as shapes with shardings.
+
+    For `shard_map` specs, checkpoint targets and memory estimates; needs no devices.
+
+    Args:
+      tx: any transformation with `zerojax.zero` somewhere in it, or without.
+      part: the partition that `zero` was given.
+
+    Returns:
+      The tree of `tx.init(params)` with a `jax.ShapeDtypeStruct` for each array: the stored shape,
+      and a `NamedSharding` on the partition's mesh.
+
+    >>> import optax
+    >>> part = zerojax.partition({"w": jnp.ones((13, 3))}, jax.make_mesh((8,), ("data",)))
+    >>> state = zerojax.abstract_state(zerojax.zero(optax.sgd(0.1, momentum=0.9), part), part)
+    >>> state[0].trace["w"].shape, state[0].trace["w"].sharding.spec
+    ((16, 3), PartitionSpec('data', None))
+    """
+    leaves, treedef = _abstract_leaves(tx, part)
+    return treedef.unflatten(leaves)
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract_leaves(
+    tx: optax.GradientTransformation, part: Partition
+) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+    specs = jax.tree.leaves(part.param_specs)
+    params = [typed(part, leaf, spec) for leaf, spec in zip(part.leaves, specs, strict=True)]
+    leaves, treedef = jax.tree.flatten(state_specs(part, tx.init, part.treedef.unflatten(params)))
+
+    def abstract(leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(part.mesh, leaf.spec)
+        return jax.ShapeDtypeStruct(leaf.stored, leaf.dtype, sharding=sharding)
+
+    return [abstract(leaf) for leaf in leaves], treedef
+
+
+def check_leaves(part: Partition, tree: Any, where: str, *, dtypes: bool = True) -> None:
+    """Raises unless every leaf of a tree, perhaps a subset of the parameters, is in the plan."""
+    manual, problems = manual_axes(), []
+    for path, x in jax.tree.leaves_with_path(tree):
+        path = jax.tree_util.keystr(path)
+        leaf = part.by_path.get(path)
+        if leaf is None:
+            problems.append(f"  {path}: was not there when the partition was made")
+            continue
+        shape = _local_shape(part, leaf.shape, leaf.model, manual)
+        if np.shape(x) != shape:
+            problems.append(f"  {path}: expected shape {shape}, got {np.shape(x)}")
+        elif dtypes and x.dtype != leaf.dtype:
+            problems.append(f"  {path}: expected dtype {leaf.dtype}, got {x.dtype}")
+    raise_all(
+        f"{where}: these leaves are not those of the partition (call zerojax.partition again after "
+        "a change of the model, with the very tree that init and update see)",
+        problems,
+    )
+
+
+def is_manual(part: Partition, where: str) -> bool:
+    """Whether the data axes are Manual; raises where they are only half so, or have no types."""
+    manual = manual_axes()
+    if not manual:
+        return False
+    if missing := [a for a in part.data_axes if a not in manual]:
+        raise ValueError(
+            f"{where}: inside a jax.shard_map over {sorted(manual)}, but not over the data axes "
+            f"{missing}. Add them to its axis_names, or call this outside of it."
+        )
+    if not _collectives.vma_is_checked():
+        raise TypeError(
+            f"{where}: inside jax.shard_map(check_vma=False) no type says whether a gradient is "
+            "still to be summed. Remove check_vma=False, or call this outside of the shard_map."
+        )
+    auto = set(part.mesh.axis_names) - manual
+    shared = [
+        f"  {leaf.path}: {leaf.shard_spec}"
+        for leaf in part.leaves
+        if any(s and set(m) & auto for m, s in zip(leaf.model, leaf.shard, strict=True))
+    ]
+    raise_all(
+        f"{where}: these leaves share a dim between a model axis that is automatic here and a data "
+        "axis that is Manual, which would permute it. Make the model axes Manual too, or choose "
+        "another dim with shard_dim=",
+        shared,
+    )
+    return True
+
+
+def _plans(part: Partition, tree: Any) -> list[LeafPlan]:
+    paths = (jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree))
+    return [part.by_path[path] for path in paths]
+
+
+def _map(part: Partition, fn: Any, tree: Any) -> Any:
+    """`fn(plan, leaf)` over the leaves of a tree of parameters."""
+    leaves, treedef = jax.tree.flatten(tree)
+    plans = _plans(part, tree)
+    return treedef.unflatten([fn(leaf, x) for leaf, x in zip(plans, leaves, strict=True)])
+
+
+def _hide_untrainable(part: Partition, tree: Any) -> Any:
+    """Integer and bool leaves become `optax.MaskedNode`s, as `optax.masked` hides leaves."""
+    return _map(part, lambda leaf, x: x if leaf.trainable else optax.MaskedNode(), tree)
+
+
+def _show_untrainable(part: Partition, updates: Any, whole: Any) -> Any:
+    """The update with zeros for the leaves that were hidden."""
+    shown = iter(jax.tree.leaves(updates))
+
+    def show(leaf: LeafPlan, x: Any) -> Any:
+        return next(shown) if leaf.trainable else jnp.zeros(np.shape(x), leaf.dtype)
+
+    return _map(part, show, whole)
+
+
+def _to_shard(part: Partition, leaf: LeafPlan, x: jax.Array) -> jax.Array:
+    """Constrains a natural array to its shard spec, in the parameter's dtype."""
+    return constrain(part.mesh, x.astype(leaf.dtype), leaf.shard_spec)
+
+
+def _store(part: Partition, layout: Any, state: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, x: _collectives.to_stored(part, x, leaf.stored, leaf.spec), layout, state
+    )
+
+
+def _check_state(part: Partition, layout: Any, state: Any, where: str) -> None:
+    """Raises unless the state is what `init` makes, or in a Manual region its local shards."""
+    manual = manual_axes()
+    expected, got = (dict(jax.tree.leaves_with_path(tree)) for tree in (layout, state))
+    problems = [
+        f"  {jax.tree_util.keystr(path)}: {'is missing' if path in expected else 'is unknown'}"
+        for path in expected.keys() ^ got.keys()
+    ]
+    for path in expected.keys() & got.keys():
+        leaf = expected[path]
+        axes = from_spec(leaf.spec, len(leaf.stored))
+        shape = _local_shape(part, leaf.stored, axes, manual)
+        if np.shape(got[path]) != shape:
+            name = jax.tree_util.keystr(path)
+            problems.append(f"  {name}: expected shape {shape}, got {np.shape(got[path])}")
+    raise_all(
+        f"{where}: the optimizer state is not what zero.init makes for these parameters. Make it "
+        "with tx.init(params), or restore it into zerojax.abstract_state(tx, part)",
+        sorted(problems),
+    )
+
+
+def _local_shape(
+    part: Partition, shape: Sequence[int], axes: Iterable[Sequence[str]], manual: set[str]
+) -> tuple[int, ...]:
+    """The shape of one device's block over the Manual axes."""
+    return tuple(
+        n // axes_size(part.mesh, [a for a in dim if a in manual])
+        for n, dim in zip(shape, axes, strict=True)
+    )
+
+
+def _reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None) -> Any:
+    """Inside a Manual region: every gradient summed as its type says, as this device's shard."""
+
+    def varying(leaf: LeafPlan, g: jax.Array) -> set[str]:
+        axes = jax.typeof(g).manual_axis_type.varying
+        return {a for a in part.data_axes if a in axes and part.mesh.shape[a] > 1}
+
+    if local_gradients is None:
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
+        unsure = _map(part, lambda leaf, g: varying(leaf, g) - {*leaf.model_axes}, updates)
+        raise_all(
+            "zero.update: these gradients are typed varying over the data axes, and no type says "
+            'whether to average or to sum them. Pass zero(..., local_gradients="mean") if each is '
+            'of the mean over the device\'s own examples, or "sum" if they only have to be summed',
+            [f"  {p}: varying over {axes}" for p, axes in zip(paths, _leaves(unsure)) if axes],
+        )
+
+    def reduce(leaf: LeafPlan, g: jax.Array) -> jax.Array:
+        local = varying(leaf, g)
+        if local_gradients == "mean" and local:
+            # Before the sum, which in 16 bits could overflow where the mean would not.
+            g = g / axes_size(part.mesh, local)
+        unreduced = set(jax.typeof(g).manual_axis_type.unreduced) & set(part.data_axes)
+        shard_axes, shard = set(leaf.shard_axes), None
+        for pending in (local - {*leaf.model_axes}, unreduced):
+            rest = tuple(a for a in part.data_axes if a in pending - shard_axes)
+            if shard_axes and shard_axes <= pending and not (leaf.padded and pending is unreduced):
+                g = _collectives.scatter(leaf, g, rest)
+                shard = g
+            elif pending:
+                g = lax.psum(g, tuple(a for a in part.data_axes if a in pending))
+        g = _collectives.take(part, leaf, g) if shard is None else g
+        return g.astype(leaf.dtype)
+
+    return _map(part, reduce, updates)
+
+
+def _leaves(tree: Any) -> list[set[str]]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, set))
