@@ -1,9 +1,8 @@
 """One leaf's reduce-scatter and all-gather, padding, and the global norm."""
 
 import dataclasses
-import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
 from zerojax._contexts import constrain, current_mesh, manual_axes
-from zerojax._partition import LeafPlan, Partition, axes_size, from_spec
+from zerojax._partition import LeafPlan, Partition, Spec, axes_size, from_spec, restrict
 
 
 def split_view(part: Partition, leaf: LeafPlan) -> LeafPlan:
@@ -22,7 +21,7 @@ def split_view(part: Partition, leaf: LeafPlan) -> LeafPlan:
 
     A reduce-scatter along a dim that an automatic axis shards too would permute its order; along
     the second half of the view `(model shards, rest)` it does not. Where no dim is shared the
-    view is the leaf itself. Splitting and merging are reshapes that move nothing.
+    view is the leaf itself.
     """
     shape, stored, model, shard = [], [], [], []
     for n, s, m, z in zip(leaf.shape, leaf.stored, leaf.model, leaf.shard, strict=True):
@@ -34,57 +33,73 @@ def split_view(part: Partition, leaf: LeafPlan) -> LeafPlan:
             shard += [(), z]
         else:
             shape, stored, model, shard = [*shape, n], [*stored, s], [*model, m], [*shard, z]
+    if len(shape) == len(leaf.shape):
+        return leaf
     return dataclasses.replace(
         leaf, shape=tuple(shape), stored=tuple(stored), model=tuple(model), shard=tuple(shard)
     )
 
 
-def scatter(view: LeafPlan, x: jax.Array, rest: tuple[str, ...]) -> jax.Array:
+def merge_view(part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
+    """Undoes `split_view` on a global array in its shard spec; moves nothing."""
+    if view is leaf:
+        return x
+    shape = local_shape(part, leaf.stored, from_spec(leaf.shard_spec, len(leaf.stored)))
+    merge = jax.shard_map(
+        lambda x: x.reshape(shape),
+        mesh=current_mesh(part.mesh), in_specs=view.shard_spec, out_specs=leaf.shard_spec,
+        check_vma=False,
+    )  # fmt: skip
+    return merge(x)
+
+
+def scatter(leaf: LeafPlan, view: LeafPlan, x: jax.Array, rest: tuple[str, ...]) -> jax.Array:
     """Sums over the data axes; each device keeps its shard. In a Manual region.
 
     Args:
-      view: the leaf's plan, through `split_view`.
-      x: one device's gradient in the natural shape of the view.
+      leaf: the leaf's plan.
+      view: its `split_view`, or `leaf` itself where the model axes are Manual already.
+      x: one device's gradient in its natural shape.
       rest: further axes to sum over, along which the leaf is not sharded; on the shard.
 
     Returns:
-      This device's shard of the stored shape.
+      This device's shard of the view's stored shape.
     """
 
     def collective(x: jax.Array) -> jax.Array:
-        x = _pad(x, view)
+        x = _pad(_split(leaf, view, x), view)
         for dim, axes in enumerate(view.shard):
             if axes:
                 x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         return lax.psum(x, rest) if rest else x
 
-    return fully_manual(collective, view)(x)
+    return fully_manual(collective, leaf, view)(x)
 
 
-def take(part: Partition, view: LeafPlan, x: jax.Array) -> jax.Array:
+def take(part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
     """This device's shard of an array that every device holds whole. In a Manual region."""
 
     def collective(x: jax.Array) -> jax.Array:
-        x = _pad(x, view)
+        x = _pad(_split(leaf, view, x), view)
         for dim, axes in enumerate(view.shard):
             if axes:
                 size = x.shape[dim] // axes_size(part.mesh, axes)
                 x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
         return x
 
-    return fully_manual(collective, view)(x)
+    return fully_manual(collective, leaf, view)(x)
 
 
-def gather(view: LeafPlan, x: jax.Array) -> jax.Array:
+def gather(leaf: LeafPlan, x: jax.Array) -> jax.Array:
     """The whole array, natural shape, typed invariant, from every device's shard."""
 
     def collective(x: jax.Array) -> jax.Array:
-        for dim, axes in enumerate(view.shard):
+        for dim, axes in enumerate(leaf.shard):
             if axes:
                 x = lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
-        return _unpad(x, view)
+        return _unpad(x, leaf)
 
-    return fully_manual(collective, view)(x)
+    return fully_manual(collective, leaf, leaf)(x)
 
 
 def unsharded_axes(part: Partition, leaf: LeafPlan) -> tuple[str, ...]:
@@ -93,7 +108,9 @@ def unsharded_axes(part: Partition, leaf: LeafPlan) -> tuple[str, ...]:
     return tuple(a for a in part.data_axes if a not in spec_axes and part.mesh.shape[a] > 1)
 
 
-def fully_manual(fn: Callable[..., Any], view: LeafPlan) -> Callable[..., Any]:
+def fully_manual(
+    fn: Callable[..., Any], leaf: LeafPlan, view: LeafPlan
+) -> Callable[..., Any]:
     """Runs a collective with the remaining, model axes Manual too.
 
     In a region that is manual over the data axes only, XLA would all-gather a tensor-sharded
@@ -102,9 +119,20 @@ def fully_manual(fn: Callable[..., Any], view: LeafPlan) -> Callable[..., Any]:
     rest = set(get_abstract_mesh().axis_names) - manual_axes()
     if not rest:
         return fn
-    spec = P(*(tuple(a for a in axes if a in rest) or None for axes in view.model))
+    before, after = (restrict(plan.model_spec, rest) for plan in (leaf, view))
+    checked = vma_is_checked()
     return jax.shard_map(
-        fn, in_specs=spec, out_specs=spec, axis_names=rest, check_vma=vma_is_checked()
+        fn, in_specs=before, out_specs=after, axis_names=rest, check_vma=checked
+    )
+
+
+def local_shape(
+    part: Partition, shape: Sequence[int], axes: Spec, manual: Iterable[str] | None = None
+) -> tuple[int, ...]:
+    """The shape of one device's block, over all mesh axes or only the Manual ones."""
+    return tuple(
+        n // axes_size(part.mesh, [a for a in dim if manual is None or a in manual])
+        for n, dim in zip(shape, axes, strict=True)
     )
 
 
@@ -112,6 +140,14 @@ def vma_is_checked() -> bool:
     """Whether the enclosing Manual region has types: `shard_map(..., check_vma=True)`."""
     axis = next(iter(manual_axes()))
     return bool(jax.typeof(lax.axis_index(axis)).manual_axis_type.varying)
+
+
+def _split(leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
+    """One device's block of a leaf as its block of the view; all axes are Manual here."""
+    if view is leaf:
+        return x
+    dims = zip(x.shape, leaf.model, leaf.shard, strict=True)
+    return x.reshape([size for n, m, s in dims for size in ([1, n] if m and s else [n])])
 
 
 def _pad(x: jax.Array, view: LeafPlan) -> jax.Array:

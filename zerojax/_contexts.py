@@ -1,12 +1,15 @@
 """Where the code stands: eager, under jit with Auto or Explicit axes, or inside a Manual region."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+
+from zerojax._partition import restrict
 
 
 def axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
@@ -21,13 +24,23 @@ def manual_axes() -> set[str]:
 
 
 def current_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The mesh as the surrounding code sees it, with its axis types there."""
-    return mesh if get_abstract_mesh().empty else get_abstract_mesh()
+    """The mesh with the axis types that it has in the surrounding code."""
+    here = get_abstract_mesh()
+    if here.empty or here.axis_types == mesh.axis_types:
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return here
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=here.axis_types)
 
 
 def constrain(mesh: Mesh | AbstractMesh, x: Any, spec: P) -> Any:
-    """Constrains an array of an Auto-mode program to a spec."""
-    return jax.lax.with_sharding_constraint(x, NamedSharding(current_mesh(mesh), spec))
+    """Puts a global array into a spec: a constraint, and a reshard over axes still Explicit."""
+    mesh = current_mesh(mesh)
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    if explicit:
+        x = reshard(x, NamedSharding(mesh, restrict(spec, explicit)))
+        spec = restrict(spec, axes_of_type(mesh, AxisType.Auto))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def run_globally(
@@ -57,7 +70,7 @@ def run_globally(
     if explicit:
         specs, treedef = jax.tree.flatten(out_specs)
         fn = _enter_auto(fn, mesh, tuple(sorted(explicit)), tuple(specs), treedef)
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+    if is_eager(args):
         args = jax.tree.map(lambda x: _on_mesh(x, mesh), args)
         fn = jax.jit(fn, static_argnames=tuple(static))
     return fn(*args, **static)
@@ -77,6 +90,16 @@ def _enter_auto(
         return auto(*args)
 
     return run
+
+
+def is_eager(tree: Any) -> bool:
+    """Whether no array of a tree is being traced."""
+    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def is_boundary(mesh: Mesh | AbstractMesh, axes: Iterable[str], *args: Any) -> bool:
+    """Whether what `run_globally` returns leaves Auto mode, where it must be evenly sharded."""
+    return is_eager(args) or bool(axes_of_type(current_mesh(mesh), AxisType.Explicit) & {*axes})
 
 
 def _on_mesh(x: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -117,6 +117,10 @@ class Partition:
         """The number of parts into which the batch is split."""
         return axes_size(self.mesh, self.data_axes)
 
+    def replicated(self, spec: P) -> bool:
+        """Whether an array of this spec is the same along all data axes."""
+        return not any(axis in self.data_axes for dim in from_spec(spec, len(spec)) for axis in dim)
+
     @functools.cached_property
     def by_path(self) -> dict[str, LeafPlan]:
         """The plan of each leaf by its key path."""
@@ -273,8 +277,8 @@ def partition(
     if specs is None:
         leaf_specs = _infer_specs(paths, values, mesh, {*shard_axes, *replicate_axes})
     else:
-        leaf_specs = _broadcast("specs", specs, params, treedef, is_leaf=_is_spec)
-    scans = _broadcast("scan_dims", scan_dims, params, treedef)
+        leaf_specs = broadcast_prefix("partition: specs", specs, params, is_spec)
+    scans = broadcast_prefix("partition: scan_dims", scan_dims, params)
 
     sizes = dict(mesh.shape)
     rule = functools.lru_cache(maxsize=None)(
@@ -439,6 +443,11 @@ def from_spec(spec: P, ndim: int) -> Spec:
     return tuple(entries) + ((),) * (ndim - len(spec))
 
 
+def restrict(spec: P, axes: Iterable[str]) -> P:
+    """A PartitionSpec without the axes that are not among `axes`."""
+    return to_spec(tuple(a for a in dim if a in axes) for dim in from_spec(spec, len(spec)))
+
+
 def axes_size(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> int:
     """The number of devices along some mesh axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
@@ -472,7 +481,8 @@ def _spec_text(spec: P) -> str:
     return str(spec).replace("PartitionSpec", "P")
 
 
-def _is_spec(x: Any) -> bool:
+def is_spec(x: Any) -> bool:
+    """Whether a node of a tree of specs is a leaf."""
     return x is None or isinstance(x, P)
 
 
@@ -511,16 +521,16 @@ def _check_model(shape: tuple[int, ...], model: Spec, sizes: dict[str, int]) -> 
             )
 
 
-def _broadcast(name: str, prefix: Any, params: Any, treedef: Any, is_leaf: Any = None) -> list[Any]:
-    """Leaves of a prefix tree, one for each parameter."""
+def broadcast_prefix(name: str, prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
+    """The leaves of a prefix tree, one for each leaf of `tree`."""
     try:
-        full = jax.tree.broadcast(prefix, params, is_leaf=is_leaf)
+        full = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
     except ValueError as error:
         raise ValueError(
-            f"partition: {name} must be a tree of the parameters' structure, or a prefix of it: "
-            f"{error}\n  parameters: {treedef}"
+            f"{name} must be a tree of this structure, or a prefix of it: {error}\n"
+            f"  structure: {jax.tree.structure(tree)}"
         ) from error
-    return jax.tree.leaves(full, is_leaf=is_leaf and (lambda x: isinstance(x, P) or x is None))
+    return jax.tree.structure(tree).flatten_up_to(full)
 
 
 def _infer_specs(

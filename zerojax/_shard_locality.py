@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
-from jax.sharding import use_abstract_mesh
 
 from zerojax._partition import Partition, from_spec
-from zerojax._sharding_types import twin_mesh
+from zerojax._sharding_types import tracing_on, twin_mesh
 
 # Every element of the result depends on the elements at the same place alone.
 _ELEMENTWISE = frozenset(
@@ -50,7 +49,7 @@ def not_shard_local(part: Partition, fn: Callable[..., Any], *args: Any) -> list
       One line for each offending equation; empty if `fn` may run on each shard alone.
     """
     try:
-        with use_abstract_mesh(twin_mesh(part.mesh)):
+        with tracing_on(twin_mesh(part.mesh)):
             jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     except Exception as error:  # a ShardingTypeError, or what its author made of it
         return [f"it cannot be traced on sharded arrays: {str(error).splitlines()[0]}"]

@@ -4,9 +4,10 @@ The question is put on the *twin*: an abstract mesh of the same axes, all Explic
 so that natural shapes divide. Nothing is computed there; only types flow.
 """
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._partition import LeafPlan, Partition, axes_size, from_spec, plan_dims, to_spec
 
 MARK = "zerojax_twin"  # an axis that no user's mesh has
+NO_MESH = AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,13 @@ def twin_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
     """The abstract Explicit twin of a mesh, every axis of size 1."""
     names = (*mesh.axis_names, MARK)
     return AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Explicit,) * len(names))
+
+
+@contextlib.contextmanager
+def tracing_on(mesh: AbstractMesh) -> Iterator[None]:
+    """Enters an abstract mesh from whatever mesh the caller stands on."""
+    with use_abstract_mesh(NO_MESH), use_abstract_mesh(mesh):
+        yield
 
 
 def on_twin(x: Any) -> bool:
@@ -56,7 +65,7 @@ def state_specs(part: Partition, init: Callable[[Any], Any], params: Any) -> Any
     Returns:
       The tree of `init`'s result, with a `StateLeaf` in place of each array.
     """
-    with use_abstract_mesh(twin_mesh(part.mesh)):
+    with tracing_on(twin_mesh(part.mesh)):
         state = jax.eval_shape(init, params)
     return jax.tree.map(lambda x: _state_leaf(part, x, _spec_of(x)), state)
 
@@ -72,11 +81,11 @@ def inner_state_specs(
     """
     params = treedef.unflatten([typed(part, leaf, leaf.shard_spec) for leaf in leaves])
     try:
-        with use_abstract_mesh(twin_mesh(part.mesh)):
+        with tracing_on(twin_mesh(part.mesh)):
             state = jax.eval_shape(init, params)
     except Exception:  # whatever an init raises on types that it never saw
         plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        with use_abstract_mesh(AbstractMesh((), ())):
+        with tracing_on(NO_MESH):
             state = jax.eval_shape(init, treedef.unflatten(plain))
     flat, state_def = jax.tree.flatten(state)
     shards = axes_size(part.mesh, part.shard_axes)
@@ -138,7 +147,7 @@ def _decode_by_shape(
         grown.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
     flat, state_def = jax.tree.flatten(state)
     try:
-        with use_abstract_mesh(AbstractMesh((), ())):
+        with tracing_on(NO_MESH):
             moved = jax.eval_shape(init, treedef.unflatten(grown))
     except Exception:  # an init may refuse the grown shapes
         return [None] * len(flat)

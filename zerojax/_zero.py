@@ -1,7 +1,6 @@
 """The optax wrapper: an optimizer whose state is sharded over the data axes."""
 
 import functools
-from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -74,6 +73,9 @@ def zero(
     def layout(tree: Any) -> Any:
         return layout_of(tuple(_plans(part, tree)), jax.tree.structure(tree))
 
+    def take(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        return _collectives.take(part, leaf, leaf, x)
+
     def init(params: Any) -> Any:
         check_leaves(part, params, "zero.init")
         params = _hide_untrainable(part, params)
@@ -81,7 +83,7 @@ def zero(
             state = inner.init(_map(part, lambda leaf, x: reshard(x, leaf.shard_spec), params))
             return jax.tree.map(lambda leaf, x: reshard(x, leaf.spec), layout(params), state)
         if is_manual(part, "zero.init"):
-            shards = _map(part, functools.partial(_collectives.take, part), params)
+            shards = _map(part, take, params)
             state = inner.init(shards)
             _check_state(part, layout(params), state, "init of a transformation in a Manual region")
             return state
@@ -113,7 +115,7 @@ def zero(
             shards = _reduce_to_shards(part, updates, local_gradients)
             own = params
             if params is not None:
-                own = _map(part, functools.partial(_collectives.take, part), params)
+                own = _map(part, take, params)
             updates, state = inner.update(shards, state, own, **extra)
             updates = _map(part, _collectives.gather, updates)
         elif any(map(on_twin, jax.tree.leaves(updates))):
@@ -220,7 +222,7 @@ def check_leaves(part: Partition, tree: Any, where: str, *, dtypes: bool = True)
         if leaf is None:
             problems.append(f"  {path}: was not there when the partition was made")
             continue
-        shape = _local_shape(part, leaf.shape, leaf.model, manual)
+        shape = _collectives.local_shape(part, leaf.shape, leaf.model, manual)
         if np.shape(x) != shape:
             problems.append(f"  {path}: expected shape {shape}, got {np.shape(x)}")
         elif dtypes and x.dtype != leaf.dtype:
@@ -311,7 +313,7 @@ def _check_state(part: Partition, layout: Any, state: Any, where: str) -> None:
     for path in expected.keys() & got.keys():
         leaf = expected[path]
         axes = from_spec(leaf.spec, len(leaf.stored))
-        shape = _local_shape(part, leaf.stored, axes, manual)
+        shape = _collectives.local_shape(part, leaf.stored, axes, manual)
         if np.shape(got[path]) != shape:
             name = jax.tree_util.keystr(path)
             problems.append(f"  {name}: expected shape {shape}, got {np.shape(got[path])}")
@@ -319,16 +321,6 @@ def _check_state(part: Partition, layout: Any, state: Any, where: str) -> None:
         f"{where}: the optimizer state is not what zero.init makes for these parameters. Make it "
         "with tx.init(params), or restore it into zerojax.abstract_state(tx, part)",
         sorted(problems),
-    )
-
-
-def _local_shape(
-    part: Partition, shape: Sequence[int], axes: Iterable[Sequence[str]], manual: set[str]
-) -> tuple[int, ...]:
-    """The shape of one device's block over the Manual axes."""
-    return tuple(
-        n // axes_size(part.mesh, [a for a in dim if a in manual])
-        for n, dim in zip(shape, axes, strict=True)
     )
 
 
@@ -359,11 +351,11 @@ def _reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None
         for pending in (local - {*leaf.model_axes}, unreduced):
             rest = tuple(a for a in part.data_axes if a in pending - shard_axes)
             if shard_axes and shard_axes <= pending and not (leaf.padded and pending is unreduced):
-                g = _collectives.scatter(leaf, g, rest)
+                g = _collectives.scatter(leaf, leaf, g, rest)
                 shard = g
             elif pending:
                 g = lax.psum(g, tuple(a for a in part.data_axes if a in pending))
-        g = _collectives.take(part, leaf, g) if shard is None else g
+        g = _collectives.take(part, leaf, leaf, g) if shard is None else g
         return g.astype(leaf.dtype)
 
     return _map(part, reduce, updates)

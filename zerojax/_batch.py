@@ -1,0 +1,107 @@
+"""How the arguments of a loss are split over devices and microbatches."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zerojax._partition import Partition, axes_size, broadcast_prefix, from_spec, is_spec, raise_all
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A plan for the arguments of a loss function.
+
+    Attributes:
+      part: the partition, whose data axes split the batch.
+      accumulate: number of microbatches.
+      treedef: structure of the arguments.
+      specs: PartitionSpec of each leaf.
+    """
+
+    part: Partition
+    accumulate: int
+    treedef: Any
+    specs: tuple[P, ...]
+
+    def on_device(self, leaves: Any, index: Any) -> list[Any]:
+        """One device's leaves: a PRNG key is folded with its index, microbatches get a dim."""
+        leaves = [self._fold(x, index, self.part.data_size) for x in leaves]
+        return [
+            x.reshape(self.accumulate, x.shape[0] // self.accumulate, *x.shape[1:])
+            if self._is_split(spec)
+            else x
+            for x, spec in zip(leaves, self.specs, strict=True)
+        ]
+
+    def microbatch(self, leaves: list[Any], index: Any) -> Any:
+        """The arguments of one microbatch, from the leaves of `on_device`."""
+        pairs = zip(leaves, self.specs, strict=True)
+        return self.treedef.unflatten(
+            [
+                x[index] if self._is_split(spec) else self._fold(x, index, self.accumulate)
+                for x, spec in pairs
+            ]
+        )
+
+    def _is_split(self, spec: P) -> bool:
+        return not self.part.replicated(spec)
+
+    def _fold(self, x: Any, index: Any, count: int) -> Any:
+        return jax.random.fold_in(x, index) if count > 1 and _is_key(x) else x
+
+
+def plan_batch(part: Partition, args: tuple[Any, ...], batch_specs: Any, accumulate: int) -> Batch:
+    """Plans the split of a loss function's arguments; see `value_and_grad`.
+
+    Raises:
+      ValueError: sizes that disagree, or do not divide by devices x microbatches.
+    """
+    with_paths, treedef = jax.tree.flatten_with_path(args)
+    given = broadcast_prefix("batch_specs", batch_specs, args, is_spec)
+    specs, sizes, problems = [], {}, []
+    for (path, x), spec in zip(with_paths, given, strict=True):
+        shape, default = np.shape(x), spec is None
+        name = "args" + jax.tree_util.keystr(path)
+        if default:
+            spec = P(part.data_axes) if shape else P()
+        specs.append(spec)
+        try:
+            axes = from_spec(spec, len(shape))
+            missing = [a for dim in axes for a in dim if a not in part.mesh.axis_names]
+            if missing:
+                raise ValueError(f"{spec} names {missing}; the mesh has {part.mesh.axis_names}")
+        except (ValueError, TypeError) as error:
+            problems.append(f"  {name}: {error}")
+            continue
+        if not part.replicated(spec) and (default or accumulate > 1):
+            sizes[name] = shape[0] if shape else 0
+        for dim, dim_axes in enumerate(axes):
+            block = axes_size(part.mesh, dim_axes)
+            if shape[dim] % block and not (dim == 0 and name in sizes):
+                problems.append(f"  {name}: dim {dim} of {shape} does not divide by {block}")
+    if len(set(sizes.values())) > 1:
+        listed = [f"  {name}: dim 0 is {size}" for name, size in sizes.items()]
+        raise_all(
+            "value_and_grad: the batch arguments disagree on the size of the batch. Pass "
+            "batch_specs= with PartitionSpec() for what is not per example (tables of positions, "
+            "frozen weights), and PRNG keys as typed keys, jax.random.key",
+            listed,
+        )
+    for size in set(sizes.values()):
+        if size == 0 or size % (part.data_size * accumulate):
+            raise ValueError(
+                f"value_and_grad: a batch of {size} does not divide by {part.data_size} devices "
+                f"({', '.join(part.data_axes)}) x {accumulate} microbatches. Pad it, drop its "
+                "rest, or change accumulate."
+            )
+    raise_all("value_and_grad: these arguments cannot be split", problems)
+    return Batch(part, accumulate, treedef, tuple(specs))
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0
