@@ -1,8 +1,24 @@
 """ZeRO for JAX: optax optimizers with sharded state."""
 
+from zerojax._check import CheckReport, check
 from zerojax._collectives import clip_by_global_norm, global_norm
-from zerojax._gradients import value_and_grad
+from zerojax._gradients import GradientFunction, value_and_grad
 from zerojax._partition import LeafPlan, Partition, partition
+from zerojax._train import init, train_step
 from zerojax._zero import abstract_state, zero
 
-__all__ = ["LeafPlan", "Partition", "abstract_state", "clip_by_global_norm", "global_norm", "partition", "value_and_grad", "zero"]
+__all__ = [
+    "CheckReport",
+    "GradientFunction",
+    "LeafPlan",
+    "Partition",
+    "abstract_state",
+    "check",
+    "clip_by_global_norm",
+    "global_norm",
+    "init",
+    "partition",
+    "train_step",
+    "value_and_grad",
+    "zero",
+]

@@ -65,11 +65,13 @@ def run_globally(
       static: keyword arguments that are not arrays.
     """
     static = static or {}
-    explicit = axes_of_type(current_mesh(mesh), AxisType.Explicit)
-    explicit &= set(mesh.axis_names) if axes is None else axes
-    if explicit:
+    here = current_mesh(mesh)
+    explicit = axes_of_type(here, AxisType.Explicit)
+    enter = explicit if axes is None else explicit & axes
+    if enter:
         specs, treedef = jax.tree.flatten(out_specs)
-        fn = _enter_auto(fn, mesh, tuple(sorted(explicit)), tuple(specs), treedef)
+        shardings = tuple(NamedSharding(here, restrict(spec, explicit)) for spec in specs)
+        fn = _enter_auto(fn, tuple(sorted(enter)), shardings, treedef)
     if is_eager(args):
         args = jax.tree.map(lambda x: _on_mesh(x, mesh), args)
         fn = jax.jit(fn, static_argnames=tuple(static))
@@ -78,15 +80,13 @@ def run_globally(
 
 @functools.lru_cache(maxsize=64)  # one function object for each, or eager calls compile anew
 def _enter_auto(
-    fn: Callable[..., Any], mesh: Mesh, axes: tuple[str, ...], out_specs: tuple[P, ...], treedef: Any
+    fn: Callable[..., Any], axes: tuple[str, ...], out: tuple[NamedSharding, ...], treedef: Any
 ) -> Callable[..., Any]:
     """`fn` with some Explicit axes in Auto mode inside."""
-    shardings = treedef.unflatten([NamedSharding(mesh, spec) for spec in out_specs])
 
     def run(*args: Any, **static: Any) -> Any:
-        auto = jax.sharding.auto_axes(
-            functools.partial(fn, **static), axes=axes, out_sharding=shardings
-        )
+        inside = functools.partial(fn, **static)
+        auto = jax.sharding.auto_axes(inside, axes=axes, out_sharding=treedef.unflatten(out))
         return auto(*args)
 
     return run

@@ -1,5 +1,6 @@
 """Gradients of a local loss, reduced to shards: where shard_map and psum_scatter live."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,6 +17,24 @@ from zerojax._loss import PLAIN, NotTraced, trace_loss
 from zerojax._partition import LeafPlan, Partition, check_tree, restrict
 
 
+@dataclasses.dataclass(frozen=True)
+class GradientFunction:
+    """What `value_and_grad` returns: call it with `(params, *args)`.
+
+    Attributes:
+      call: the function.
+      part: the partition that it was made for.
+      aux_specs: PartitionSpecs of the auxiliary output, a tree prefix; `None` without `has_aux`.
+    """
+
+    call: Callable[..., Any]
+    part: Partition
+    aux_specs: Any
+
+    def __call__(self, params: Any, *args: Any) -> Any:
+        return self.call(params, *args)
+
+
 def value_and_grad(
     loss_fn: Callable[..., Any],
     part: Partition,
@@ -26,7 +45,7 @@ def value_and_grad(
     reduction: Literal["mean", "sum", "weighted"] = "mean",
     batch_specs: Any = None,
     grad_dtype: Any = None,
-) -> Callable[..., Any]:
+) -> GradientFunction:
     """Like `jax.value_and_grad`, with gradients reduce-scattered to their shards.
 
     `loss_fn(params, *args)` runs on each device's part of the batch and need not know of it.
@@ -192,8 +211,7 @@ def value_and_grad(
         """Where a gradient is left; an uneven sharding cannot pass a boundary."""
         return leaf.model_spec if boundary and leaf.padded else leaf.shard_spec
 
-    @functools.wraps(loss_fn)
-    def grad_fn(params: Any, *args: Any) -> Any:
+    def call(params: Any, *args: Any) -> Any:
         if manual := manual_axes():
             raise ValueError(
                 f"value_and_grad: called inside a jax.shard_map over {sorted(manual)}, and makes "
@@ -222,7 +240,7 @@ def value_and_grad(
             f"with PartitionSpecs over model axes only, or {PLAIN}."
         ) from error
 
-    return grad_fn
+    return GradientFunction(call, part, aux_specs if has_aux else None)
 
 
 def _wide(x: jax.Array) -> Any:

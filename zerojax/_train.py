@@ -1,0 +1,126 @@
+"""The two functions around an optimizer: sharded initialisation and the training step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec as P
+
+from zerojax._collectives import norm_of_shards
+from zerojax._contexts import constrain, run_globally
+from zerojax._gradients import GradientFunction
+from zerojax._partition import Partition, check_tree
+from zerojax._zero import abstract_state
+
+
+def init(
+    init_fn: Callable[..., Any], tx: optax.GradientTransformation, part: Partition
+) -> Callable[..., tuple[Any, Any]]:
+    """Creates parameters and optimizer state in their shards, under one jit.
+
+    Args:
+      init_fn: `(*args) -> params`, such as a flax module's `init`.
+      tx: a transformation that contains `zerojax.zero`.
+      part: the plan, made from `jax.eval_shape(init_fn, *args)`.
+
+    Returns:
+      `(*args) -> (params, opt_state)`. No device ever holds more of the state than its shards.
+
+    Raises:
+      ValueError: when called, if `init_fn` makes another tree than `part` was made for.
+
+    >>> import optax
+    >>> init_fn = lambda rng: {"w": jax.random.normal(rng, (16, 4))}
+    >>> rng = jax.random.key(0)
+    >>> mesh = jax.make_mesh((8,), ("data",))
+    >>> part = zerojax.partition(jax.eval_shape(init_fn, rng), mesh)
+    >>> tx = zerojax.zero(optax.adam(0.1), part)
+    >>> params, opt_state = zerojax.init(init_fn, tx, part)(rng)
+    >>> opt_state[0].nu["w"].addressable_shards[0].data.shape
+    (2, 4)
+    """
+
+    def run(*args: Any) -> tuple[Any, Any]:
+        params = init_fn(*args)
+        check_tree(part, params, "init")
+        params = _constrain(part, params, part.param_specs)
+        return params, _constrain(part, tx.init(params), _state_specs(tx, part))
+
+    def call(*args: Any) -> tuple[Any, Any]:
+        specs = (part.param_specs, _state_specs(tx, part))
+        return run_globally(run, part.mesh, *args, out_specs=specs)
+
+    return call
+
+
+def train_step(
+    grad_fn: Callable[..., Any], tx: optax.GradientTransformation, part: Partition
+) -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
+    """The whole training step: gradients, their norm, the update; jitted, with donated buffers.
+
+    Args:
+      grad_fn: from `zerojax.value_and_grad` or `jax.value_and_grad`.
+      tx: a transformation that contains `zerojax.zero`. It is passed the loss and the gradients
+        as the extra arguments `value` and `grad`.
+      part: the plan.
+
+    Returns:
+      The jitted `step(params, opt_state, *args) -> (params, opt_state, metrics)`. It donates
+      `params` and `opt_state`. `metrics` has the scalars "loss" and "grad_norm" (of the whole
+      gradient, before any clipping), and "aux" if `grad_fn` returns it.
+
+    Raises:
+      ValueError: `grad_fn` was made for another partition.
+
+    >>> import optax
+    >>> part = zerojax.partition({"w": jnp.zeros(16)}, jax.make_mesh((8,), ("data",)))
+    >>> grad_fn = zerojax.value_and_grad(lambda p, x: jnp.mean((x - p["w"]) ** 2), part)
+    >>> tx = zerojax.zero(optax.sgd(8.0), part)
+    >>> params = part.place({"w": jnp.zeros(16)})
+    >>> step = zerojax.train_step(grad_fn, tx, part)
+    >>> params, opt_state, metrics = step(params, tx.init(params), jnp.ones((8, 16)))
+    >>> float(params["w"][0]), float(metrics["loss"]), float(metrics["grad_norm"])
+    (1.0, 1.0, 0.5)
+    """
+    tx = optax.with_extra_args_support(tx)
+    ours = isinstance(grad_fn, GradientFunction)
+    if ours and grad_fn.part is not part:
+        raise ValueError(
+            "train_step: grad_fn was made with another partition. Pass the same one to "
+            "value_and_grad, zero and train_step."
+        )
+
+    def run(params: Any, opt_state: Any, args: tuple[Any, ...]) -> Any:
+        value, grads = grad_fn(params, *args)
+        loss, aux = value if isinstance(value, tuple) else (value, None)
+        norm = run_globally(lambda g: norm_of_shards(part, g), part.mesh, grads, out_specs=P())
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads)
+        params = optax.apply_updates(params, updates)
+        metrics = {"loss": loss, "grad_norm": norm}
+        if isinstance(value, tuple):
+            metrics["aux"] = aux
+        params = _constrain(part, params, part.param_specs)
+        return params, _constrain(part, opt_state, _state_specs(tx, part)), metrics
+
+    def step(params: Any, opt_state: Any, *args: Any) -> Any:
+        if not ours:  # the user's loss sees the mesh's own axis types
+            return run(params, opt_state, args)
+        # One region from gradients to update: an uneven shard need not be gathered in between.
+        metrics = {"loss": P(), "grad_norm": P()}
+        if grad_fn.aux_specs is not None:
+            metrics["aux"] = grad_fn.aux_specs
+        specs = (part.param_specs, _state_specs(tx, part), metrics)
+        return run_globally(
+            run, part.mesh, params, opt_state, args, out_specs=specs, axes=set(part.data_axes)
+        )
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def _state_specs(tx: optax.GradientTransformation, part: Partition) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_state(tx, part))
+
+
+def _constrain(part: Partition, tree: Any, specs: Any) -> Any:
+    return jax.tree.map(lambda spec, x: constrain(part.mesh, x, spec), specs, tree)
