@@ -94,7 +94,7 @@ def value_and_grad(
     >>> params = part.place({"w": jnp.ones((16, 4))})
     >>> loss, grads = zerojax.value_and_grad(loss_fn, part)(params, jnp.ones((32, 16)))
     >>> float(loss), grads["w"].sharding.spec
-    (256.0, PartitionSpec('data', None))
+    (256.0, P('data', None))
     """
     if reduction not in ("mean", "sum", "weighted"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', got {reduction!r}.")

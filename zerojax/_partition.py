@@ -265,7 +265,7 @@ def partition(
     >>> params = {"w": jnp.zeros((3, 64)), "b": jnp.zeros((3,))}
     >>> part = partition(params, mesh)
     >>> part.shard_specs["w"], part.by_path["['b']"].reason
-    (PartitionSpec(None, 'data'), '3 elements are fewer than 8 shards')
+    (P(None, 'data'), '3 elements are fewer than 8 shards')
     """
     shard_axes, replicate_axes = _as_axes(shard_axes), _as_axes(replicate_axes)
     _check_axes(mesh, shard_axes, replicate_axes)

@@ -60,7 +60,7 @@ def zero(
     >>> tx = zerojax.zero(optax.adam(0.1), part)
     >>> state = tx.init(part.place(params))
     >>> state[0].mu["w"].sharding.spec
-    PartitionSpec('data', None)
+    P('data', None)
     """
     if local_gradients not in (None, "mean", "sum"):
         raise ValueError(f"local_gradients must be 'mean' or 'sum', got {local_gradients!r}.")
@@ -192,7 +192,7 @@ def abstract_state(tx: optax.GradientTransformation, part: Partition) -> Any:
     >>> part = zerojax.partition({"w": jnp.ones((13, 3))}, jax.make_mesh((8,), ("data",)))
     >>> state = zerojax.abstract_state(zerojax.zero(optax.sgd(0.1, momentum=0.9), part), part)
     >>> state[0].trace["w"].shape, state[0].trace["w"].sharding.spec
-    ((16, 3), PartitionSpec('data', None))
+    ((16, 3), P('data', None))
     """
     leaves, treedef = _abstract_leaves(tx, part)
     return treedef.unflatten(leaves)
