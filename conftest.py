@@ -1,0 +1,29 @@
+"""Eight CPU devices for every test and doctest."""
+
+import os
+
+# Before jax is imported, and for the processes that tests start.
+os.environ["JAX_PLATFORMS"] = "cpu"
+if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    ).strip()
+
+import jax
+import pytest
+from jax import numpy as jnp
+
+import zerojax
+
+
+def pytest_configure() -> None:
+    if jax.device_count() != 8:
+        raise pytest.UsageError(
+            f"the tests need 8 CPU devices and jax found {jax.device_count()}: "
+            f"unset XLA_FLAGS (it is {os.environ['XLA_FLAGS']!r})"
+        )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _doctest_names(doctest_namespace: dict[str, object]) -> None:
+    doctest_namespace.update(jax=jax, jnp=jnp, zerojax=zerojax)
