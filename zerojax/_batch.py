@@ -28,23 +28,26 @@ class Batch:
     treedef: Any
     specs: tuple[P, ...]
 
-    def on_device(self, leaves: Any, index: Any) -> list[Any]:
-        """One device's leaves: a PRNG key is folded with its index, microbatches get a dim."""
-        leaves = [self._fold(x, index, self.part.data_size) for x in leaves]
-        return [
-            x.reshape(self.accumulate, x.shape[0] // self.accumulate, *x.shape[1:])
-            if self._is_split(spec)
-            else x
-            for x, spec in zip(leaves, self.specs, strict=True)
-        ]
+    def on_device(self, leaves: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
+        """One device's leaves: those that all microbatches share, and those split among them.
 
-    def microbatch(self, leaves: list[Any], index: Any) -> Any:
-        """The arguments of one microbatch, from the leaves of `on_device`."""
-        pairs = zip(leaves, self.specs, strict=True)
+        A PRNG key is folded with the index of the device; a split leaf gets a leading dim.
+        """
+        shared = [self._fold(x, index, self.part.data_size) for x in leaves]
+        split = [
+            x.reshape(self.accumulate, x.shape[0] // self.accumulate, *x.shape[1:])
+            for x, spec in zip(leaves, self.specs, strict=True)
+            if self._is_split(spec)
+        ]
+        return shared, split
+
+    def microbatch(self, shared: list[Any], split: list[Any], index: Any) -> Any:
+        """The arguments of one microbatch, from `on_device` and its slice of the split leaves."""
+        slices = iter(split)
         return self.treedef.unflatten(
             [
-                x[index] if self._is_split(spec) else self._fold(x, index, self.accumulate)
-                for x, spec in pairs
+                next(slices) if self._is_split(spec) else self._fold(x, index, self.accumulate)
+                for x, spec in zip(shared, self.specs, strict=True)
             ]
         )
 

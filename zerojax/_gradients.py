@@ -109,16 +109,17 @@ def value_and_grad(
 
     def local(batch: Batch, params: Any, leaves: Any) -> Any:
         """One device's program: its loss, its gradients, and their reduction."""
-        leaves = batch.on_device(leaves, lax.axis_index(part.data_axes))
+        shared, split = batch.on_device(leaves, lax.axis_index(part.data_axes))
+        first = [x[0] for x in split]
         traced = trace_loss(
-            loss_fn, params, batch.microbatch(leaves, 0), data_axes=part.data_axes,
+            loss_fn, params, batch.microbatch(shared, first, 0), data_axes=part.data_axes,
             has_aux=has_aux, aux_reduction=aux_reduction, weighted=reduction == "weighted",
         )  # fmt: skip
         flat = jax.tree.leaves(params)
         weights = [x for leaf, x in zip(part.leaves, flat, strict=True) if leaf.trainable]
 
-        def microbatch(index: Any) -> Any:
-            args = batch.microbatch(leaves, index)
+        def microbatch(slices: list[jax.Array], index: Any) -> Any:
+            args = batch.microbatch(shared, slices, index)
 
             def loss_of(weights: list[jax.Array]) -> Any:
                 replaced = iter(weights)
@@ -138,19 +139,19 @@ def value_and_grad(
             ]
 
         if accumulate == 1:
-            loss, weight, aux, grads = microbatch(0)
+            loss, weight, aux, grads = microbatch(first, 0)
         else:
             zeros = [jnp.zeros_like(x, _wide(x)) for x in weights]
             if part.stage == 2:
                 takes = zip(trainable, views, zeros, strict=True)
                 zeros = [_collectives.take(part, leaf, view, x) for leaf, view, x in takes]
 
-            def add(total: list[jax.Array], index: jax.Array) -> Any:
-                loss, weight, aux, grads = microbatch(index)
+            def add(total: list[jax.Array], xs: Any) -> Any:
+                loss, weight, aux, grads = microbatch(*xs)
                 total = [t + g.astype(t.dtype) for t, g in zip(total, grads, strict=True)]
                 return total, (loss.astype(_wide(loss)), weight, aux)
 
-            grads, (loss, weight, aux) = lax.scan(add, zeros, jnp.arange(accumulate))
+            grads, (loss, weight, aux) = lax.scan(add, zeros, (split, jnp.arange(accumulate)))
             loss, weight = jnp.sum(loss), jnp.sum(weight)
             aux = [
                 x.reshape(-1, *x.shape[2:]) if how == "concat" else jnp.sum(x, 0) / accumulate
