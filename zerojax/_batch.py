@@ -95,12 +95,14 @@ def plan_batch(part: Partition, args: tuple[Any, ...], batch_specs: Any, accumul
             "frozen weights), and PRNG keys as typed keys, jax.random.key",
             listed,
         )
-    for size in set(sizes.values()):
-        if size == 0 or size % (part.data_size * accumulate):
+    for name, size in sizes.items():
+        if size == 0:
+            raise ValueError(f"value_and_grad: the batch is empty: dim 0 of {name} is 0.")
+        if size % (part.data_size * accumulate):
             raise ValueError(
                 f"value_and_grad: a batch of {size} does not divide by {part.data_size} devices "
-                f"({', '.join(part.data_axes)}) x {accumulate} microbatches. Pad it, drop its "
-                "rest, or change accumulate."
+                f"({', '.join(part.data_axes)}) x {accumulate} microbatches (dim 0 of {name}). "
+                "Pad it, drop its rest, or change accumulate."
             )
     raise_all("value_and_grad: these arguments cannot be split", problems)
     return Batch(part, accumulate, treedef, tuple(specs))

@@ -1,13 +1,21 @@
 """Where the code stands: eager, under jit with Auto or Explicit axes, or inside a Manual region."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    get_abstract_mesh,
+    reshard,
+    use_abstract_mesh,
+)
 from jax.sharding import PartitionSpec as P
-from jax.sharding import reshard
 
 from zerojax._partition import restrict
 
@@ -31,6 +39,12 @@ def current_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     if isinstance(mesh, AbstractMesh):
         return here
     return Mesh(mesh.devices, mesh.axis_names, axis_types=here.axis_types)
+
+
+def standing_on(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+    """Enters the mesh for tracing, unless the surrounding code stands on one."""
+    here = get_abstract_mesh()
+    return use_abstract_mesh(mesh.abstract_mesh) if here.empty else contextlib.nullcontext()
 
 
 def constrain(mesh: Mesh | AbstractMesh, x: Any, spec: P) -> Any:

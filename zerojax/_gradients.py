@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives
 from zerojax._batch import Batch, plan_batch
-from zerojax._contexts import constrain, current_mesh, is_boundary, manual_axes, run_globally
+from zerojax._contexts import (
+    constrain,
+    current_mesh,
+    is_boundary,
+    manual_axes,
+    run_globally,
+    standing_on,
+)
 from zerojax._loss import PLAIN, NotTraced, trace_loss
 from zerojax._partition import LeafPlan, Partition, check_tree, restrict
 
@@ -98,8 +105,8 @@ def value_and_grad(
     """
     if reduction not in ("mean", "sum", "weighted"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', got {reduction!r}.")
-    if accumulate < 1:
-        raise ValueError(f"accumulate must be at least 1, got {accumulate}.")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be at least 1, and an int, got {accumulate!r}.")
     trainable = [leaf for leaf in part.leaves if leaf.trainable]
     views = [_collectives.split_view(part, leaf) for leaf in trainable]
     devices = part.data_size
@@ -230,7 +237,8 @@ def value_and_grad(
         except NotTraced as failure:
             error = failure.__cause__ or failure
         try:
-            jax.eval_shape(loss_fn, params, *args)
+            with standing_on(part.mesh):
+                jax.eval_shape(loss_fn, params, *args)
         except Exception:  # the model itself is at fault
             raise error from None
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 from jax.extend import core as jex_core
+from jax.sharding import NamedSharding
 
 from zerojax._partition import broadcast_prefix, is_inexact, raise_all
 
@@ -59,21 +60,29 @@ def trace_loss(
         closed, out = jax.make_jaxpr(loss_fn, return_shape=True)(params, *args)
     except Exception as error:
         raise NotTraced from error
+    equations = list(_equations(closed.jaxpr))
+    if pinned := list(_constraints(equations, {*data_axes})):
+        raise NotTraced from ValueError("; ".join(dict.fromkeys(pinned)))  # lowering would raise
     raise_all(
         f"value_and_grad: the loss reduces over the data axes {data_axes} by itself; zerojax "
         "averages it, so return the mean over this device's examples. If the loss couples "
         f"examples (batch normalisation), {PLAIN}",
-        [f"  {line}" for line in dict.fromkeys(_reductions(closed.jaxpr, {*data_axes}))],
+        [f"  {line}" for line in dict.fromkeys(_reductions(equations, {*data_axes}))],
     )
-    result, aux = out if has_aux else (out, ())
-    loss, weight = result if weighted else (result, None)
-    for name, x in {"loss": loss, "weight": weight}.items():
-        if x is None:
-            continue
+    result, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, ())
+    scalars = {"loss": result}
+    if weighted:
+        pair = _pair(result, 'reduction="weighted"', "(loss_sum, weight)")
+        scalars = dict(zip(["loss", "weight"], pair, strict=True))
+    for name, x in scalars.items():
         if not isinstance(x, jax.ShapeDtypeStruct) or x.shape:
-            raise ValueError(f"value_and_grad: the {name} must be a scalar, got {x}.")
-        if name == "loss" and not is_inexact(x.dtype):
-            raise ValueError(f"value_and_grad: the loss must be floating, got {x.dtype}.")
+            raise ValueError(
+                f"value_and_grad: the {name} must be a scalar, got {_text(x)}. Return the mean "
+                "over examples, and auxiliary output only with has_aux=True."
+            )
+    loss = scalars["loss"]
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(f"value_and_grad: the loss must be floating, got {loss.dtype}.")
     aux_with_paths, aux_treedef = jax.tree.flatten_with_path(aux)
     reductions = broadcast_prefix(
         "aux_reduction", aux_reduction, aux, lambda x: x is None or isinstance(x, str)
@@ -82,7 +91,7 @@ def trace_loss(
     for (path, x), reduction in zip(aux_with_paths, reductions, strict=True):
         name, floating = jax.tree_util.keystr(path), is_inexact(x.dtype)
         if reduction is None and (x.shape or not floating):
-            problems.append(f'  aux{name}: {x.str_short()} needs "mean" or "concat"')
+            problems.append(f'  aux{name}: {_text(x)} needs "mean" or "concat"')
         elif reduction not in (None, "mean", "concat"):
             problems.append(f'  aux{name}: expected "mean" or "concat", got {reduction!r}')
         elif reduction == "concat" and not x.shape:
@@ -95,17 +104,48 @@ def trace_loss(
     def call(params: Any, args: Any) -> Any:
         flat = jax.tree.leaves((params, args))
         result = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *flat)
+        result = [jnp.asarray(x) for x in result]  # a constant comes as a Python number
         weight = result[1] if weighted else jnp.ones((), result[0].dtype)
         return result[0], (weight, result[1 + weighted :])
 
     return TracedLoss(call, loss.dtype, aux_treedef, how)
 
 
-def _reductions(jaxpr: Any, axes: set[str]) -> Iterator[str]:
-    """The equations of a jaxpr, and of those inside it, that reduce over some mesh axes."""
+def _pair(out: Any, option: str, expected: str) -> tuple[Any, Any]:
+    """What a loss returns as a pair of two."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ValueError(
+            f"value_and_grad: with {option} the loss must return {expected}, got {_text(out)}."
+        )
+    return out
+
+
+def _text(tree: Any) -> str:
+    """The dtypes and shapes of a tree of arrays."""
+    return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)).replace("'", "")
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, and of those inside it."""
     for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
+
+
+def _reductions(equations: list[Any], axes: set[str]) -> Iterator[str]:
+    """The equations that reduce over some mesh axes."""
+    for eqn in equations:
         if eqn.primitive.name in _REDUCTIONS and axes & set(eqn.params["axes"]):
             types = ", ".join(str(atom.aval) for atom in eqn.invars)
             yield f"{eqn.primitive.name}({types}) over {eqn.params['axes']}"
-        for inner in jex_core.jaxprs_in_params(eqn.params):
-            yield from _reductions(inner, axes)
+
+
+def _constraints(equations: list[Any], axes: set[str]) -> Iterator[str]:
+    """The shardings that name some mesh axes, with their equations."""
+    for eqn in equations:
+        for sharding in jax.tree.leaves([*eqn.params.values()]):
+            if not isinstance(sharding, NamedSharding):
+                continue
+            if axes & {a for a in jax.tree.leaves([*sharding.spec]) if isinstance(a, str)}:
+                yield f"{eqn.primitive.name} with {sharding.spec} names {sorted(axes)}"

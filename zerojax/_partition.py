@@ -145,6 +145,7 @@ class Partition:
         Raises:
           ValueError: the tree, a shape or a dtype differs from the plan.
         """
+        _check_devices(self.mesh, "place")
         flat = check_tree(self, params, "place")
         placed = []
         for leaf, value in zip(self.leaves, flat, strict=True):
@@ -163,6 +164,7 @@ class Partition:
         Raises:
           ValueError: the tree, a shape or a dtype differs from the plan.
         """
+        _check_devices(self.mesh, "gather")
         check_tree(self, params, "gather")
         return jax.device_put(params, self.shardings(self.model_specs))
 
@@ -290,6 +292,8 @@ def partition(
             shape, dtype = tuple(np.shape(value)), _dtype(value)
             model = from_spec(P() if spec is None else spec, len(shape))
             _check_model(shape, model, sizes)
+            if not isinstance(scan, int) or scan < 0:
+                raise ValueError(f"scan_dims must be a number of leading dims, got {scan!r}.")
             override = shard_dim and shard_dim(path, shape, to_spec(model))
             skip = (
                 f"{math.prod(shape)} elements are fewer than min_size={min_size}"
@@ -439,6 +443,8 @@ def from_spec(spec: P, ndim: int) -> Spec:
         raise TypeError(f"expected a PartitionSpec or None, got {spec!r}.")
     if len(spec) > ndim:
         raise ValueError(f"{spec} has {len(spec)} entries for an array of {ndim} dims.")
+    if any(entry is P.UNCONSTRAINED for entry in spec):
+        raise ValueError(f"{spec} leaves a dim open; name its axes, or None.")
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     return tuple(entries) + ((),) * (ndim - len(spec))
 
@@ -490,7 +496,17 @@ def _as_axes(axes: str | Sequence[str]) -> Axes:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
+def _check_devices(mesh: Mesh | AbstractMesh, where: str) -> None:
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"{where}: this partition is on an AbstractMesh, which has no devices. Make it with a "
+            "jax.sharding.Mesh, such as jax.make_mesh gives."
+        )
+
+
 def _check_axes(mesh: Mesh | AbstractMesh, shard_axes: Axes, replicate_axes: Axes) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"partition: mesh must be a Mesh or an AbstractMesh, got {mesh!r}.")
     asked = shard_axes + replicate_axes
     unknown = [a for a in asked if a not in mesh.axis_names]
     if unknown:
@@ -527,7 +543,8 @@ def broadcast_prefix(name: str, prefix: Any, tree: Any, is_leaf: Any = None) -> 
         full = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
     except ValueError as error:
         raise ValueError(
-            f"{name} must be a tree of this structure, or a prefix of it: {error}\n"
+            f"{name} must be a tree of this structure, or a prefix of it: "
+            f"{str(error).replace('broadcast_prefix prefix_tree', 'prefix')}\n"
             f"  structure: {jax.tree.structure(tree)}"
         ) from error
     return jax.tree.structure(tree).flatten_up_to(full)

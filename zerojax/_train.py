@@ -92,7 +92,13 @@ def train_step(
         )
 
     def run(params: Any, opt_state: Any, args: tuple[Any, ...]) -> Any:
-        value, grads = grad_fn(params, *args)
+        result = grad_fn(params, *args)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                "train_step: grad_fn must return (value, gradients), got one "
+                f"{type(result).__name__}. Wrap the loss in zerojax.value_and_grad."
+            )
+        value, grads = result
         loss, aux = value if isinstance(value, tuple) else (value, None)
         norm = run_globally(lambda g: norm_of_shards(part, g), part.mesh, grads, out_specs=P())
         updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads)

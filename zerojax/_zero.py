@@ -97,6 +97,8 @@ def zero(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         check_leaves(part, updates, "zero.update", dtypes=False)
         check_leaves(part, params, "zero.update")
+        if params is not None:
+            _check_same_tree(updates, params)
         whole = updates
         updates = _hide_untrainable(part, updates)
         params = None if params is None else _hide_untrainable(part, params)
@@ -105,6 +107,8 @@ def zero(
         functions = {name: value for name, value in extra.items() if callable(value)}
         if is_manual(part, "zero.update"):
             problems = not_local(updates, leaves, params, extra)
+            if problems and params is None:
+                problems.append("  update was called without params; does it need them?")
             raise_all(
                 "zero.update: this transformation needs more than its own shard, and inside a "
                 "Manual region would be silently wrong. Call tx.update under jit outside of "
@@ -232,6 +236,19 @@ def check_leaves(part: Partition, tree: Any, where: str, *, dtypes: bool = True)
         "a change of the model, with the very tree that init and update see)",
         problems,
     )
+
+
+def _check_same_tree(updates: Any, params: Any) -> None:
+    """Raises unless gradients and parameters have the same leaves."""
+    there, grads = map(_paths, (params, updates))
+    problems = [f"  {path}: has no gradient" for path in there if path not in grads]
+    problems += [f"  {path}: has no parameter" for path in grads if path not in there]
+    raise_all("zero.update: gradients and params must be trees of the same leaves", problems)
+
+
+def _paths(tree: Any) -> list[str]:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
 def is_manual(part: Partition, where: str) -> bool:
