@@ -386,7 +386,8 @@ def plan_dims(
     )
     if stored != shape:
         grown = [f"dim {i}: {a} to {b}" for i, (a, b) in enumerate(zip(shape, stored)) if a != b]
-        reason = "padded, no dim divides: " + ", ".join(grown)
+        why = "no dim divides" if override is None else "shard_dim chose it"
+        reason = f"padded, {why}: " + ", ".join(grown)
     return shard, stored, reason
 
 
@@ -474,8 +475,11 @@ def _dtype(value: Any) -> Any:
 
 
 def _put(value: Any, sharding: NamedSharding) -> jax.Array:
-    """A copy of a host or device array in a sharding."""
-    return jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
+    """A copy of a host or device array in a sharding, which shares no memory with it."""
+    # Even with may_alias=False device_put shares the buffer of a device that holds the same block
+    # already and, on CPU, numpy's memory; a step that donates the one would take both.
+    copy = jax.jit(jnp.copy, out_shardings=sharding)
+    return jax.block_until_ready(copy(jax.device_put(value, sharding)))
 
 
 def _bytes(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], spec: P, dtype: Any) -> int:
