@@ -240,7 +240,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         norm = global_norm(updates)
 
         def clip(x: jax.Array) -> jax.Array:
-            return jnp.where(norm < max_norm, x, (x / norm.astype(x.dtype)) * max_norm)
+            clipped = (x / norm.astype(x.dtype)) * max_norm
+            return jnp.where(norm < max_norm, x, clipped.astype(x.dtype))
 
         return jax.tree.map(clip, updates), state
 
@@ -273,5 +274,5 @@ def norm_of_shards(part: Partition, grads: Any) -> jax.Array:
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(jnp.finfo(x.dtype).dtype, jnp.float32)
-    return jnp.sum(jnp.square(jnp.abs(x).astype(wide)))
+    x = jnp.abs(x)
+    return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))

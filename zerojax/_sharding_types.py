@@ -158,10 +158,10 @@ def _decode_by_shape(
     def decode(before: jax.ShapeDtypeStruct, after: jax.ShapeDtypeStruct) -> P | None:
         if before.ndim != after.ndim:
             return None
-        dims = [
-            axes if (n, axes := followed.get(b - a, (None, ())))[0] == a else ()
-            for a, b in zip(before.shape, after.shape, strict=True)
-        ]
+        dims = []
+        for a, b in zip(before.shape, after.shape, strict=True):
+            n, axes = followed.get(b - a, (None, ()))
+            dims.append(axes if n == a else ())
         return to_spec(dims) if before.shape != after.shape else None
 
     return [decode(a, b) for a, b in zip(flat, flat_moved, strict=True)]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._collectives import norm_of_shards
@@ -18,6 +19,10 @@ def init(
     init_fn: Callable[..., Any], tx: optax.GradientTransformation, part: Partition
 ) -> Callable[..., tuple[Any, Any]]:
     """Creates parameters and optimizer state in their shards, under one jit.
+
+    For parameters that exist already, such as pretrained ones, pass the identity: a transformation
+    *around* `zero` (`optax.MultiSteps`) has state of its own, which `jax.jit(tx.init)` would leave
+    wherever XLA likes.
 
     Args:
       init_fn: `(*args) -> params`, such as a flax module's `init`.
@@ -100,6 +105,12 @@ def train_step(
             )
         value, grads = result
         loss, aux = value if isinstance(value, tuple) else (value, None)
+        grads = part.treedef.unflatten(
+            [
+                g if leaf.trainable else jnp.zeros(leaf.shape, leaf.dtype)  # not float0
+                for leaf, g in zip(part.leaves, jax.tree.leaves(grads), strict=True)
+            ]
+        )
         norm = run_globally(lambda g: norm_of_shards(part, g), part.mesh, grads, out_specs=P())
         updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads)
         params = optax.apply_updates(params, updates)
