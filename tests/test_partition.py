@@ -556,6 +556,17 @@ def test_gather_moves_nothing_that_is_in_place():
     assert memory(part.gather(placed)["w"]) == memory(placed["w"])
 
 
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_gather_brings_back_what_lies_elsewhere(types):
+    part = zerojax.partition({"w": W}, real(types, **BOTH), P(None, "model"))
+    x = jnp.arange(128.0).reshape(8, 16)
+    for spec in [P("data"), P("data", "model"), P()]:
+        moved = jax.device_put(x, NamedSharding(part.mesh, spec))
+        gathered = part.gather({"w": moved})["w"]
+        assert gathered.sharding == NamedSharding(part.mesh, P(None, "model"))
+        assert in_bits(gathered) == in_bits(x)
+
+
 def test_gather_under_jit():
     part = zerojax.partition({"w": W}, real(**BOTH), P(None, "model"))
     x = jnp.arange(128.0).reshape(8, 16)

@@ -49,6 +49,8 @@ def init(
     def run(*args: Any) -> tuple[Any, Any]:
         params = init_fn(*args)
         check_tree(part, params, "init")
+        # Made in shards and then gathered: each device makes 1/N, and needs no more memory for it.
+        params = _constrain(part, params, part.shard_specs)
         params = _constrain(part, params, part.param_specs)
         return params, _constrain(part, tx.init(params), _state_specs(tx, part))
 
@@ -98,10 +100,12 @@ def train_step(
 
     def run(params: Any, opt_state: Any, args: tuple[Any, ...]) -> Any:
         result = grad_fn(params, *args)
-        if not isinstance(result, tuple) or len(result) != 2:
+        pair = isinstance(result, tuple) and len(result) == 2
+        if not pair or jax.tree.structure(result[1]) != part.treedef:
             raise TypeError(
-                "train_step: grad_fn must return (value, gradients), got one "
-                f"{type(result).__name__}. Wrap the loss in zerojax.value_and_grad."
+                "train_step: grad_fn must return (value, gradients), as jax.value_and_grad does:\n"
+                f"  gradients expected: {part.treedef}\n  got: {jax.tree.structure(result)}\n"
+                "Wrap the loss in zerojax.value_and_grad."
             )
         value, grads = result
         loss, aux = value if isinstance(value, tuple) else (value, None)
@@ -121,6 +125,7 @@ def train_step(
         return params, _constrain(part, opt_state, _state_specs(tx, part)), metrics
 
     def step(params: Any, opt_state: Any, *args: Any) -> Any:
+        check_tree(part, params, "train_step")
         if not ours:  # the user's loss sees the mesh's own axis types
             return run(params, opt_state, args)
         # One region from gradients to update: an uneven shard need not be gathered in between.
