@@ -76,8 +76,9 @@ def inner_state_specs(
     """As `state_specs`, for the transformation inside `zero`, whose parameters are shards.
 
     Leaves that the types leave unsharded are decoded by shape (`lbfgs` builds its history with
-    `jnp.zeros`), and if `init` cannot be traced on the twin, all are. A leaf that neither way
-    relates to a parameter is sharded as a parameter of its shape would be.
+    `jnp.zeros`), and if `init` cannot be traced on the twin, all are. A leaf that neither way has
+    a sharded dim (`optax.flatten`'s vector, a factored moment without its parameter's sharded dim)
+    is sharded as a parameter of its shape would be.
     """
     params = treedef.unflatten([typed(part, leaf, leaf.shard_spec) for leaf in leaves])
     try:
@@ -134,7 +135,8 @@ def _decode_by_shape(
     """Grows every dim of every parameter by its own amount and sees which state dims follow.
 
     Returns:
-      For each state leaf its spec, or `None` if no dim follows a parameter's.
+      For each state leaf its spec, or `None` if no dim follows a sharded one, or one of a parameter
+      that stays whole.
     """
     amounts = itertools.count(1)
     grown, followed = [], {}
@@ -143,7 +145,7 @@ def _decode_by_shape(
         for n, axes in zip(leaf.shape, from_spec(leaf.shard_spec, len(leaf.shape)), strict=True):
             amount = next(amounts)
             shape.append(n + amount)
-            followed[amount] = (n, axes)
+            followed[amount] = (n, axes, not leaf.shard_axes)
         grown.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
     flat, state_def = jax.tree.flatten(state)
     try:
@@ -158,10 +160,11 @@ def _decode_by_shape(
     def decode(before: jax.ShapeDtypeStruct, after: jax.ShapeDtypeStruct) -> P | None:
         if before.ndim != after.ndim:
             return None
-        dims = []
+        dims, stays_whole = [], False
         for a, b in zip(before.shape, after.shape, strict=True):
-            n, axes = followed.get(b - a, (None, ()))
+            n, axes, whole = followed.get(b - a, (None, (), False))
             dims.append(axes if n == a else ())
-        return to_spec(dims) if before.shape != after.shape else None
+            stays_whole |= n == a and whole
+        return to_spec(dims) if any(dims) or stays_whole else None
 
     return [decode(a, b) for a, b in zip(flat, flat_moved, strict=True)]

@@ -99,10 +99,13 @@ def zero(
         check_leaves(part, params, "zero.update")
         if params is not None:
             _check_same_tree(updates, params)
-        whole = updates
+        whole, structure = updates, jax.tree.structure(updates)
         updates = _hide_untrainable(part, updates)
         params = None if params is None else _hide_untrainable(part, params)
         leaves = layout(updates if params is None else params)
+        for name, value in extra.items():
+            if jax.tree.structure(value) == structure and not callable(value):  # such as grad=
+                extra[name] = _hide_untrainable(part, value)
         arrays = {name: value for name, value in extra.items() if not callable(value)}
         functions = {name: value for name, value in extra.items() if callable(value)}
         if is_manual(part, "zero.update"):
@@ -162,17 +165,16 @@ def zero(
 
         updates, params = _map(part, abstract, updates), _map(part, abstract, params)
         state = jax.tree.map(lambda leaf: typed(part, leaf, leaf.spec), leaves)
-        scalars = {
-            name: jax.ShapeDtypeStruct(np.shape(value), jnp.result_type(value))
-            for name, value in extra.items()
-            if not callable(value)
-        }
+        arrays = {name: value for name, value in extra.items() if not callable(value)}
+        arrays = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), arrays
+        )
         functions = {name: value for name, value in extra.items() if callable(value)}
         traced = functools.partial(inner.update, **functions)
         return [
             f"  {problem}"
             for problem in not_shard_local(
-                part, lambda g, s, p, kw: traced(g, s, p, **kw), updates, state, params, scalars
+                part, lambda g, s, p, kw: traced(g, s, p, **kw), updates, state, params, arrays
             )
         ]
 
