@@ -76,19 +76,26 @@ def _groups(text: str, devices: int) -> np.ndarray:
     if match := re.search(r"source_target_pairs=\{\{(.*?)\}\}", text):
         return np.array([list(map(int, g.split(","))) for g in match[1].split("},{")])
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        dims = [int(d) for d in match[3].split(",")]
-        order = [int(d) for d in match[4].split(",")] if match[4] else range(len(dims))
-        return np.arange(devices).reshape(dims).transpose(order).reshape(int(match[1]), -1)
-    if match := re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", text):
+        return _iota(match[3], match[4]).reshape(int(match[1]), -1)
+    pattern = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{(.*?)\}"
+    if match := re.search(pattern, text):
         axes = re.findall(r"'(\w+)'=(\d+)", match[1])
         names, sizes = [a for a, _ in axes], [int(n) for _, n in axes]
-        inside = [names.index(a) for a in re.findall(r"'(\w+)'", match[2])]
+        ids = _iota(match[2], match[3]) if match[2] else np.arange(devices)
+        inside = [names.index(a) for a in re.findall(r"'(\w+)'", match[4])]
         outside = [i for i in range(len(names)) if i not in inside]
         size = math.prod(sizes[i] for i in inside)
-        return np.arange(devices).reshape(sizes).transpose(outside + inside).reshape(-1, size)
+        return ids.reshape(sizes).transpose(outside + inside).reshape(-1, size)
     if re.search(r"replica_groups=\{\}", text):
         return np.arange(devices)[None]
     raise ValueError(f"no replica groups in {text}")
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Device ids as XLA writes them: `[4,2]T(1,0)` is an iota, reshaped and transposed."""
+    dims = [int(d) for d in dims.split(",")]
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose([int(d) for d in order.split(",")]) if order else ids
 
 
 def _axes(groups: np.ndarray, mesh) -> frozenset[str]:

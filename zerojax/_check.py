@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax._batch import plan_batch
-from zerojax._contexts import constrain, run_globally
+from zerojax._contexts import as_typed, constrain, run_globally
 from zerojax._gradients import value_and_grad
 from zerojax._partition import Partition
 
@@ -84,7 +84,12 @@ def check(
         every = iter(trainable)
         pairs = zip(part.leaves, flat, strict=True)
         leaves = [next(every) if leaf.trainable else x for leaf, x in pairs]
-        out = loss_fn(part.treedef.unflatten(leaves), *args)
+        specs = plan_batch(part, args, batch_specs, 1).specs
+        typed_loss = as_typed(
+            loss_fn, part.mesh, part.model_axes,
+            (part.model_specs, *jax.tree.structure(args).unflatten(specs)),
+        )  # fmt: skip
+        out = typed_loss(part.treedef.unflatten(leaves), *args)
         out = out[0] if has_aux else out
         return out[0] / out[1] if reduction == "weighted" else out
 
@@ -99,7 +104,7 @@ def check(
     trainable = [leaf for leaf in part.leaves if leaf.trainable]
     global_loss, global_grads = run_globally(
         run, part.mesh, params, args,
-        out_specs=(P(), [leaf.model_spec for leaf in trainable]), axes=set(part.data_axes),
+        out_specs=(P(), [leaf.model_spec for leaf in trainable]),
     )  # fmt: skip
     grads = [
         g for leaf, g in zip(part.leaves, jax.tree.leaves(grads), strict=True) if leaf.trainable

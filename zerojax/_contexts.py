@@ -48,13 +48,8 @@ def standing_on(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[
 
 
 def constrain(mesh: Mesh | AbstractMesh, x: Any, spec: P) -> Any:
-    """Puts a global array into a spec: a constraint, and a reshard over axes still Explicit."""
-    mesh = current_mesh(mesh)
-    explicit = axes_of_type(mesh, AxisType.Explicit)
-    if explicit:
-        x = reshard(x, NamedSharding(mesh, restrict(spec, explicit)))
-        spec = restrict(spec, axes_of_type(mesh, AxisType.Auto))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    """Constrains an array of an Auto-mode program to a spec."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(current_mesh(mesh), spec))
 
 
 def run_globally(
@@ -62,7 +57,6 @@ def run_globally(
     mesh: Mesh | AbstractMesh,
     *args: Any,
     out_specs: Any,
-    axes: set[str] | None = None,
     static: dict[str, Any] | None = None,
 ) -> Any:
     """Calls `fn` on global arrays with the mesh axes in Auto mode.
@@ -74,22 +68,34 @@ def run_globally(
       fn: the same function object at every call, or each eager call compiles anew.
       mesh: the mesh of the partition.
       *args: trees of arrays.
-      out_specs: tree of PartitionSpecs of the result, for leaving Explicit axes.
-      axes: which axes `fn` needs in Auto mode; all by default.
+      out_specs: tree of PartitionSpecs of the result, or a prefix, for leaving Explicit axes.
       static: keyword arguments that are not arrays.
     """
     static = static or {}
-    here = current_mesh(mesh)
-    explicit = axes_of_type(here, AxisType.Explicit)
-    enter = explicit if axes is None else explicit & axes
-    if enter:
+    explicit = axes_of_type(current_mesh(mesh), AxisType.Explicit)
+    if explicit:
         specs, treedef = jax.tree.flatten(out_specs)
-        shardings = tuple(NamedSharding(here, restrict(spec, explicit)) for spec in specs)
-        fn = _enter_auto(fn, tuple(sorted(enter)), shardings, treedef)
+        shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+        fn = _enter_auto(fn, tuple(sorted(explicit)), shardings, treedef)
     if is_eager(args):
         args = jax.tree.map(lambda x: _on_mesh(x, mesh), args)
         fn = jax.jit(fn, static_argnames=tuple(static))
     return fn(*args, **static)
+
+
+def as_typed(
+    fn: Callable[..., Any], mesh: Mesh | AbstractMesh, axes: Iterable[str], in_specs: Any
+) -> Callable[..., Any]:
+    """`fn`, called from Auto-mode code, with those of some axes Explicit that `mesh` has so.
+
+    A user's function expects the types of the user's mesh, while XLA partitions collectives well
+    only in Auto mode.
+    """
+    explicit = axes_of_type(mesh, AxisType.Explicit) & {*axes}
+    if not explicit:
+        return fn
+    specs = jax.tree.map(lambda spec: restrict(spec, explicit), in_specs)
+    return jax.sharding.explicit_axes(fn, axes=tuple(sorted(explicit)), in_sharding=specs)
 
 
 @functools.lru_cache(maxsize=64)  # one function object for each, or eager calls compile anew
@@ -111,9 +117,9 @@ def is_eager(tree: Any) -> bool:
     return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def is_boundary(mesh: Mesh | AbstractMesh, axes: Iterable[str], *args: Any) -> bool:
+def is_boundary(mesh: Mesh | AbstractMesh, *args: Any) -> bool:
     """Whether what `run_globally` returns leaves Auto mode, where it must be evenly sharded."""
-    return is_eager(args) or bool(axes_of_type(current_mesh(mesh), AxisType.Explicit) & {*axes})
+    return is_eager(args) or bool(axes_of_type(current_mesh(mesh), AxisType.Explicit))
 
 
 def _on_mesh(x: Any, mesh: Mesh | AbstractMesh) -> Any:

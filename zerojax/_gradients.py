@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import _collectives
 from zerojax._batch import Batch, plan_batch
 from zerojax._contexts import (
+    as_typed,
     constrain,
     current_mesh,
     is_boundary,
@@ -24,7 +25,7 @@ from zerojax._loss import PLAIN, NotTraced, trace_loss
 from zerojax._partition import LeafPlan, Partition, check_tree, restrict
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class GradientFunction:
     """What `value_and_grad` returns: call it with `(params, *args)`.
 
@@ -111,15 +112,21 @@ def value_and_grad(
     views = [_collectives.split_view(part, leaf) for leaf in trainable]
     devices = part.data_size
     aux_specs = jax.tree.map(
-        lambda how: P(part.data_axes) if how == "concat" else P(), aux_reduction or "mean"
+        lambda how: P(part.data_axes) if how == "concat" else P(),
+        aux_reduction,
+        is_leaf=lambda how: how is None,
     )
 
     def local(batch: Batch, params: Any, leaves: Any) -> Any:
         """One device's program: its loss, its gradients, and their reduction."""
         shared, split = batch.on_device(leaves, lax.axis_index(part.data_axes))
         first = [x[0] for x in split]
+        typed_loss = as_typed(
+            loss_fn, part.mesh, part.model_axes,
+            (part.model_specs, *batch.treedef.unflatten(batch.specs)),
+        )  # fmt: skip
         traced = trace_loss(
-            loss_fn, params, batch.microbatch(shared, first, 0), data_axes=part.data_axes,
+            typed_loss, params, batch.microbatch(shared, first, 0), data_axes=part.data_axes,
             has_aux=has_aux, aux_reduction=aux_reduction, weighted=reduction == "weighted",
         )  # fmt: skip
         flat = jax.tree.leaves(params)
@@ -185,7 +192,7 @@ def value_and_grad(
         return lax.psum(x, part.data_axes) if devices > 1 else x
 
     def run(params: Any, args: Any, *, boundary: bool) -> Any:
-        """The whole computation, on global arrays with the data axes in Auto mode."""
+        """The whole computation, on global arrays with the mesh axes in Auto mode."""
         batch = plan_batch(part, args, batch_specs, accumulate)
         pairs = zip(part.leaves, jax.tree.leaves(params), strict=True)
         values = [constrain(part.mesh, x, leaf.model_spec) for leaf, x in pairs]
@@ -226,13 +233,13 @@ def value_and_grad(
                 "its own. Call it outside, or use jax.value_and_grad and zero(local_gradients=)."
             )
         check_tree(part, params, "value_and_grad")
-        boundary = is_boundary(part.mesh, part.data_axes, params, args)
+        boundary = is_boundary(part.mesh, params, args)
         grad_specs = part.treedef.unflatten([grad_spec(leaf, boundary) for leaf in part.leaves])
         try:
             return run_globally(
                 run, part.mesh, params, args,
                 out_specs=((P(), aux_specs) if has_aux else P(), grad_specs),
-                axes=set(part.data_axes), static={"boundary": boundary},
+                static={"boundary": boundary},
             )  # fmt: skip
         except NotTraced as failure:
             error = failure.__cause__ or failure

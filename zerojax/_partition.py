@@ -113,6 +113,11 @@ class Partition:
         return tuple(a for a in self.mesh.axis_names if a in self.shard_axes + self.replicate_axes)
 
     @property
+    def model_axes(self) -> Axes:
+        """The other axes of the mesh."""
+        return tuple(a for a in self.mesh.axis_names if a not in self.data_axes)
+
+    @property
     def data_size(self) -> int:
         """The number of parts into which the batch is split."""
         return axes_size(self.mesh, self.data_axes)

@@ -98,7 +98,7 @@ def train_step(
             "value_and_grad, zero and train_step."
         )
 
-    def run(params: Any, opt_state: Any, args: tuple[Any, ...]) -> Any:
+    def gradients(params: Any, *args: Any) -> Any:
         result = grad_fn(params, *args)
         pair = isinstance(result, tuple) and len(result) == 2
         if not pair or jax.tree.structure(result[1]) != part.treedef:
@@ -108,34 +108,37 @@ def train_step(
                 "Wrap the loss in zerojax.value_and_grad."
             )
         value, grads = result
-        loss, aux = value if isinstance(value, tuple) else (value, None)
-        grads = part.treedef.unflatten(
-            [
-                g if leaf.trainable else jnp.zeros(leaf.shape, leaf.dtype)  # not float0
-                for leaf, g in zip(part.leaves, jax.tree.leaves(grads), strict=True)
-            ]
-        )
-        norm = run_globally(lambda g: norm_of_shards(part, g), part.mesh, grads, out_specs=P())
+        leaves = [
+            g if leaf.trainable else jnp.zeros(leaf.shape, leaf.dtype)  # not float0
+            for leaf, g in zip(part.leaves, jax.tree.leaves(grads), strict=True)
+        ]
+        return value, part.treedef.unflatten(leaves)
+
+    def apply(params: Any, opt_state: Any, value: Any, grads: Any) -> Any:
+        loss, *aux = value if isinstance(value, tuple) else (value,)
+        metrics = {"loss": loss, "grad_norm": norm_of_shards(part, grads)}
+        metrics |= {"aux": aux[0]} if aux else {}
         updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads)
-        params = optax.apply_updates(params, updates)
-        metrics = {"loss": loss, "grad_norm": norm}
-        if isinstance(value, tuple):
-            metrics["aux"] = aux
-        params = _constrain(part, params, part.param_specs)
+        params = _constrain(part, optax.apply_updates(params, updates), part.param_specs)
         return params, _constrain(part, opt_state, _state_specs(tx, part)), metrics
+
+    def run(params: Any, opt_state: Any, args: Any) -> Any:
+        return apply(params, opt_state, *gradients(params, *args))
 
     def step(params: Any, opt_state: Any, *args: Any) -> Any:
         check_tree(part, params, "train_step")
-        if not ours:  # the user's loss sees the mesh's own axis types
-            return run(params, opt_state, args)
-        # One region from gradients to update: an uneven shard need not be gathered in between.
         metrics = {"loss": P(), "grad_norm": P()}
-        if grad_fn.aux_specs is not None:
-            metrics["aux"] = grad_fn.aux_specs
         specs = (part.param_specs, _state_specs(tx, part), metrics)
-        return run_globally(
-            run, part.mesh, params, opt_state, args, out_specs=specs, axes=set(part.data_axes)
+        if ours:  # one region: an uneven shard need not be gathered before the update
+            if grad_fn.aux_specs is not None:
+                metrics["aux"] = grad_fn.aux_specs
+            return run_globally(run, part.mesh, params, opt_state, args, out_specs=specs)
+        value, grads = gradients(params, *args)  # the loss sees the mesh's own axis types
+        value, aux = value if isinstance(value, tuple) else (value, None)
+        params, opt_state, metrics = run_globally(
+            apply, part.mesh, params, opt_state, value, grads, out_specs=specs
         )
+        return params, opt_state, metrics | ({} if aux is None else {"aux": aux})
 
     return jax.jit(step, donate_argnums=(0, 1))
 
