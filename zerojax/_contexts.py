@@ -76,7 +76,7 @@ def run_globally(
     if explicit:
         specs, treedef = jax.tree.flatten(out_specs)
         shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
-        fn = _enter_auto(fn, tuple(sorted(explicit)), shardings, treedef)
+        fn = _enter_auto(fn, mesh, tuple(sorted(explicit)), shardings, treedef)
     if is_eager(args):
         args = jax.tree.map(lambda x: _on_mesh(x, mesh), args)
         fn = jax.jit(fn, static_argnames=tuple(static))
@@ -100,14 +100,19 @@ def as_typed(
 
 @functools.lru_cache(maxsize=64)  # one function object for each, or eager calls compile anew
 def _enter_auto(
-    fn: Callable[..., Any], axes: tuple[str, ...], out: tuple[NamedSharding, ...], treedef: Any
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    axes: tuple[str, ...],
+    out: tuple[NamedSharding, ...],
+    treedef: Any,
 ) -> Callable[..., Any]:
     """`fn` with some Explicit axes in Auto mode inside."""
 
     def run(*args: Any, **static: Any) -> Any:
         inside = functools.partial(fn, **static)
         auto = jax.sharding.auto_axes(inside, axes=axes, out_sharding=treedef.unflatten(out))
-        return auto(*args)
+        with standing_on(mesh):  # `out` tells it too, but the state of plain sgd has no leaf
+            return auto(*args)
 
     return run
 
