@@ -8,7 +8,9 @@ import numpy as np
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][a-z0-9-]*)\((.*)$")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|bf16|[a-z]+[0-9]+)\[([0-9,]*)\]")
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -50,7 +52,10 @@ def collectives(compiled, mesh) -> list[Collective]:
         for type_, op, rest in computations[name]:
             kind = op.removesuffix("-start")
             if kind in _KINDS:
-                shapes = [math.prod(map(int, filter(None, dims.split(",")))) for _, dims in _ARRAY.findall(type_)]
+                shapes = [
+                    math.prod(map(int, filter(None, dims.split(","))))
+                    for _, dims in _ARRAY.findall(type_)
+                ]
                 groups = _groups(rest, mesh.size)
                 elements = sum(shapes) * (groups.shape[1] if kind == "reduce-scatter" else 1)
                 if op.endswith("-start") and kind == "all-gather":

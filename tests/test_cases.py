@@ -101,7 +101,9 @@ def test_every_dtype_is_kept_and_frozen_leaves_keep_their_bits():
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_weight_decay_masks_and_groups_select_the_same_leaves(x64, where):
-    params = {f"layer{i}": {"w": normal(8, 4, seed=i), "b": normal(8, seed=9 - i)} for i in range(2)}
+    params = {
+        f"layer{i}": {"w": normal(8, 4, seed=i), "b": normal(8, seed=9 - i)} for i in range(2)
+    }
     grads = jax.tree.map(lambda x: np.cos(x), params)
 
     def is_matrix(params):

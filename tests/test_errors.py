@@ -595,7 +595,7 @@ MANUAL = {
         AxisType.Auto, TypeError, "zerojax.global_norm: ", *UNTYPED),
     "gradients that vary": (
         in_shard_map(update(SGD), AUTO), AxisType.Auto, ValueError, "varying over the data axes",
-        "['a']['w']: varying over {'data'}", "['c']: varying", 'local_gradients="mean"', '"sum"'),
+        "['a']['w']: varying over ['data']", "['c']: varying", 'local_gradients="mean"', '"sum"'),
     "an update that is not shard-local": (
         in_shard_map(update(CLIPPED, local_gradients="mean"), AUTO), AxisType.Auto, ValueError,
         *NOT_LOCAL, "reduce_sum(f32[16@data,4]): the result is no longer sharded over ['data']",

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 FILES = {path.stem: path for path in sorted((ROOT / "zerojax").glob("*.py"))}
 
 FLOORS = {
+    "_specs": 0,
+    "_leaf_plan": 0,
     "_partition": 0,
     "_contexts": 0,
     "_batch": 1,

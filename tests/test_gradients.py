@@ -156,9 +156,7 @@ def test_prng_keys_differ_by_device_and_microbatch(stage):
     def loss(params, x, key):
         return jnp.mean(x) + 0 * jnp.sum(params["w"]), jax.random.uniform(key, (1,))
 
-    grad_fn = zerojax.value_and_grad(
-        loss, part, accumulate=2, has_aux=True, aux_reduction="concat"
-    )
+    grad_fn = zerojax.value_and_grad(loss, part, accumulate=2, has_aux=True, aux_reduction="concat")
     (_, draws), _ = grad_fn(params, jnp.ones((16, 1)), jax.random.key(0))
     assert len(set(np.asarray(draws).tolist())) == 16
 
@@ -181,7 +179,12 @@ def test_aux(axis_type, accumulate):
 
     def loss(params, x):
         y = x @ params["w"]
-        aux = {"scalar": jnp.mean(x), "vector": jnp.mean(x, 0), "rows": y, "index": jnp.argmax(y, -1)}
+        aux = {
+            "scalar": jnp.mean(x),
+            "vector": jnp.mean(x, 0),
+            "rows": y,
+            "index": jnp.argmax(y, -1),
+        }
         return jnp.mean(y**2), aux
 
     how = {"scalar": None, "vector": "mean", "rows": "concat", "index": "concat"}

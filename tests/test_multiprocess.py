@@ -21,7 +21,10 @@ def test_two_processes_train_as_one():
         port = free.getsockname()[1]
     here = pathlib.Path(__file__).parent
     flags = re.sub(r"(device_count)=8", r"\1=4", os.environ["XLA_FLAGS"])
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    env = os.environ | {
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]),
+    }
     workers = [
         subprocess.Popen(
             [sys.executable, str(here / "multiprocess_worker.py"), str(port), "2", str(rank)],

@@ -12,7 +12,7 @@ from hlo import collectives
 from jax import numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from models import SCAN_DIMS, SPECS, loss_fn, make_batch, make_params, reference
+from models import SCAN_DIMS, SPECS, loss_fn, make_batch, make_params
 from pairs import product
 
 import zerojax
@@ -104,9 +104,7 @@ def test_no_full_gradient_is_all_reduced(mesh):
 def test_the_norm_is_one_scalar_collective():
     mesh = make_mesh("mesh4x2")
     part = plan(mesh)
-    grads = jax.device_put(
-        make_params(np.float32), part.shardings(part.model_specs)
-    )
+    grads = jax.device_put(make_params(np.float32), part.shardings(part.model_specs))
     norm = jax.jit(lambda g: zerojax._collectives.norm_of_shards(part, g))
     found = collectives(norm.lower(grads).compile(), mesh)
     assert [(c.kind, c.elements) for c in found] == [("all-reduce", 1)]
@@ -131,6 +129,7 @@ def test_one_device_runs_the_plain_program(stage, accumulate, axis_type):
         if accumulate == 1:
             value, grads = jax.value_and_grad(loss)(params, *args)
         else:
+
             def add(total, part_of_batch):
                 value, grads = jax.value_and_grad(loss)(params, *part_of_batch)
                 return jax.tree.map(jnp.add, total, grads), value

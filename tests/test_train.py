@@ -4,10 +4,8 @@ import functools
 
 import chex
 import jax
-import numpy as np
 import optax
 import pytest
-from jax import numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import SCAN_DIMS, SPECS, loss_fn, make_batch, make_params, train

@@ -3,7 +3,8 @@
 from zerojax._check import CheckReport, check
 from zerojax._collectives import clip_by_global_norm, global_norm
 from zerojax._gradients import GradientFunction, value_and_grad
-from zerojax._partition import LeafPlan, Partition, partition
+from zerojax._leaf_plan import LeafPlan
+from zerojax._partition import Partition, partition
 from zerojax._train import init, train_step
 from zerojax._zero import abstract_state, zero
 

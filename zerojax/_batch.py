@@ -1,7 +1,6 @@
 """How the arguments of a loss are split over devices and microbatches."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -9,7 +8,8 @@ import numpy as np
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zerojax._partition import Partition, axes_size, broadcast_prefix, from_spec, is_spec, raise_all
+from zerojax._partition import Partition
+from zerojax._specs import axes_size, broadcast_prefix, from_spec, is_spec, raise_all
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
 from zerojax._contexts import constrain, current_mesh, manual_axes
-from zerojax._partition import LeafPlan, Partition, Spec, axes_size, from_spec, restrict
+from zerojax._leaf_plan import LeafPlan
+from zerojax._partition import Partition
+from zerojax._specs import Spec, axes_size, from_spec, restrict
 
 
 def split_view(part: Partition, leaf: LeafPlan) -> LeafPlan:
@@ -108,9 +110,7 @@ def unsharded_axes(part: Partition, leaf: LeafPlan) -> tuple[str, ...]:
     return tuple(a for a in part.data_axes if a not in spec_axes and part.mesh.shape[a] > 1)
 
 
-def fully_manual(
-    fn: Callable[..., Any], leaf: LeafPlan, view: LeafPlan
-) -> Callable[..., Any]:
+def fully_manual(fn: Callable[..., Any], leaf: LeafPlan, view: LeafPlan) -> Callable[..., Any]:
     """Runs a collective with the remaining, model axes Manual too.
 
     In a region that is manual over the data axes only, XLA would all-gather a tensor-sharded
@@ -121,9 +121,7 @@ def fully_manual(
         return fn
     before, after = (restrict(plan.model_spec, rest) for plan in (leaf, view))
     checked = vma_is_checked()
-    return jax.shard_map(
-        fn, in_specs=before, out_specs=after, axis_names=rest, check_vma=checked
-    )
+    return jax.shard_map(fn, in_specs=before, out_specs=after, axis_names=rest, check_vma=checked)
 
 
 def local_shape(

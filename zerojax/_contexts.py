@@ -6,24 +6,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
     AxisType,
     Mesh,
     NamedSharding,
     get_abstract_mesh,
-    reshard,
     use_abstract_mesh,
 )
 from jax.sharding import PartitionSpec as P
 
-from zerojax._partition import restrict
-
-
-def axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
-    """The names of the mesh axes of one type."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, axis_type in types if axis_type == kind}
+from zerojax._specs import axes_of_type, restrict
 
 
 def manual_axes() -> set[str]:
@@ -119,7 +113,7 @@ def _enter_auto(
 
 def is_eager(tree: Any) -> bool:
     """Whether no array of a tree is being traced."""
-    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def is_boundary(mesh: Mesh | AbstractMesh, *args: Any) -> bool:

@@ -21,8 +21,10 @@ from zerojax._contexts import (
     run_globally,
     standing_on,
 )
+from zerojax._leaf_plan import LeafPlan
 from zerojax._loss import PLAIN, NotTraced, trace_loss
-from zerojax._partition import LeafPlan, Partition, check_tree, restrict
+from zerojax._partition import Partition, check_tree
+from zerojax._specs import restrict
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

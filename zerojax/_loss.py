@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
+from jax.core import eval_jaxpr
 from jax.extend import core as jex_core
 from jax.sharding import NamedSharding
 
-from zerojax._partition import broadcast_prefix, is_inexact, raise_all
+from zerojax._specs import broadcast_prefix, is_inexact, raise_all
 
 PLAIN = (
     "use plain jax.value_and_grad under jit with zerojax.zero, which sees the global batch "
@@ -103,7 +104,7 @@ def trace_loss(
 
     def call(params: Any, args: Any) -> Any:
         flat = jax.tree.leaves((params, args))
-        result = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *flat)
+        result = eval_jaxpr(closed.jaxpr, closed.consts, *flat)
         result = [jnp.asarray(x) for x in result]  # a constant comes as a Python number
         weight = result[1] if weighted else jnp.ones((), result[0].dtype)
         return result[0], (weight, result[1 + weighted :])

@@ -1,75 +1,33 @@
-"""The plan: which dim of which leaf is sharded over which mesh axes, from shapes alone."""
+"""The plan for a tree of parameters: made from shapes alone, read by everything downstream."""
 
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Axes = tuple[str, ...]
-Spec = tuple[Axes, ...]  # the mesh axes of every dim, major axis first
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """Where one parameter, and everything of its shape, is sharded.
-
-    Attributes:
-      path: key path of the leaf, as `jax.tree_util.keystr` prints it.
-      shape: the *natural* shape, the user's.
-      dtype: dtype of the parameter.
-      model: per dim, the model axes that the user's spec puts there.
-      shard: per dim, the data axes that ZeRO adds behind them.
-      stored: the shape that is sharded: `shape`, padded where no dim divides.
-      reason: why the leaf stays whole, or is padded; empty when neither.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    model: Spec
-    shard: Spec
-    stored: tuple[int, ...]
-    reason: str = ""
-
-    @property
-    def model_spec(self) -> P:
-        """The user's PartitionSpec."""
-        return to_spec(self.model)
-
-    @property
-    def shard_spec(self) -> P:
-        """The PartitionSpec of optimizer state and reduced gradients."""
-        return to_spec(tuple(m + s for m, s in zip(self.model, self.shard, strict=True)))
-
-    @property
-    def model_axes(self) -> Axes:
-        """The mesh axes that the user's own spec uses."""
-        return sum(self.model, ())
-
-    @property
-    def shard_axes(self) -> Axes:
-        """The data axes over which ZeRO shards this leaf; empty if it stays whole."""
-        return sum(self.shard, ())
-
-    @property
-    def padded(self) -> bool:
-        """Whether the stored shape differs from the natural one."""
-        return self.stored != self.shape
-
-    @property
-    def trainable(self) -> bool:
-        """Whether the leaf can have a gradient: integers, bools and PRNG keys cannot."""
-        return is_inexact(self.dtype)
+from zerojax._leaf_plan import LeafPlan, plan_dims
+from zerojax._specs import (
+    Axes,
+    Spec,
+    axes_of_type,
+    axes_size,
+    broadcast_prefix,
+    from_spec,
+    is_inexact,
+    is_spec,
+    raise_all,
+    to_spec,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -315,102 +273,6 @@ def partition(
     return Partition(mesh, stage, shard_axes, replicate_axes, treedef, tuple(leaves))
 
 
-def plan_dims(
-    shape: tuple[int, ...],
-    model: Spec,
-    scan_dims: int,
-    override: int | None,
-    skip: str,
-    *,
-    sizes: dict[str, int],
-    shard_axes: Axes,
-    pad: bool,
-    stage: int,
-) -> tuple[Spec, tuple[int, ...], str]:
-    """Per dim the shard axes, the stored shape, and the reason why whole or padded."""
-    whole = ((),) * len(shape)
-    used = sum(model, ())
-    free = tuple(a for a in shard_axes if a not in used)
-    axes = tuple(a for a in free if sizes[a] > 1)
-    shards = math.prod(sizes[a] for a in axes)
-    # Padding a dim that a model axis shards would interleave the padding; such a dim must divide.
-    local = [n // math.prod(sizes[a] for a in m) for n, m in zip(shape, model, strict=True)]
-    candidates = range(scan_dims, len(shape))
-    if override is not None:
-        if not 0 <= override < len(shape):
-            raise ValueError(f"shard_dim gave dim {override} for shape {shape}.")
-        candidates = [override]
-
-    def search(pad: bool) -> tuple[int, ...] | None:
-        """The dim of each axis, by the order that `partition` documents."""
-        best, best_key = None, None
-        for dims in itertools.product(candidates, repeat=len(axes)):
-            stored, fits = _stored(shape, model, dims, axes, sizes)
-            if not fits or (not pad and stored != shape):
-                continue
-            distinct = set(dims)
-            key = (
-                math.prod(stored),
-                sum(bool(model[d]) for d in distinct),
-                len(distinct),
-                -max(local[d] for d in distinct),
-                dims,
-            )
-            if best_key is None or key < best_key:
-                best, best_key = dims, key
-        return best
-
-    dims = None
-    if stage == 0:
-        reason = "stage 0 shards no state"
-    elif skip:
-        reason = skip
-    elif not free:
-        reason = f"its own spec already uses {shard_axes}"
-    elif not axes:
-        reason = f"one device on {free}"
-    elif not shape:
-        reason = "scalar"
-    elif math.prod(local) < shards:
-        reason = f"{math.prod(local)} elements are fewer than {shards} shards"
-    elif not candidates:
-        reason = f"every dim is scanned over (scan_dims={scan_dims})"
-    elif (dims := search(pad)) is None:
-        reason = f"no dim divides by {shards}" + (
-            ", and padding would split a model axis's shards" if pad else ", and pad=False"
-        )
-        if override is not None and pad:
-            raise ValueError(f"shard_dim gave dim {override} of {shape}, but {reason}.")
-    else:
-        reason = ""
-    if dims is None:
-        return whole, shape, reason
-    stored, _ = _stored(shape, model, dims, axes, sizes)
-    shard = tuple(
-        tuple(a for a, d in zip(axes, dims, strict=True) if d == i) for i in range(len(shape))
-    )
-    if stored != shape:
-        grown = [f"dim {i}: {a} to {b}" for i, (a, b) in enumerate(zip(shape, stored)) if a != b]
-        why = "no dim divides" if override is None else "shard_dim chose it"
-        reason = f"padded, {why}: " + ", ".join(grown)
-    return shard, stored, reason
-
-
-def _stored(
-    shape: tuple[int, ...], model: Spec, dims: Sequence[int], axes: Axes, sizes: dict[str, int]
-) -> tuple[tuple[int, ...], bool]:
-    """The padded shape, and whether padding leaves the dims of model axes alone."""
-    factors = [1] * len(shape)
-    for dim, axis in zip(dims, axes, strict=True):
-        factors[dim] *= sizes[axis]
-    stored, fits = list(shape), True
-    for dim in set(dims):
-        block = factors[dim] * math.prod(sizes[a] for a in model[dim])
-        stored[dim] = -(-shape[dim] // block) * block
-        fits &= stored[dim] == shape[dim] or not model[dim]
-    return tuple(stored), fits
-
-
 def check_tree(part: Partition, tree: Any, where: str) -> list[Any]:
     """Leaves of a tree that must be the planned parameters; raises with every difference."""
     with_paths, _ = jax.tree.flatten_with_path(tree)
@@ -429,45 +291,6 @@ def check_tree(part: Partition, tree: Any, where: str) -> list[Any]:
         problems,
     )
     return [found[leaf.path] for leaf in part.leaves]
-
-
-def raise_all(message: str, problems: Iterable[str]) -> None:
-    """Raises one ValueError that lists all problems, if there are any."""
-    problems = list(problems)
-    if problems:
-        raise ValueError("\n".join([message + ":", *problems]))
-
-
-def to_spec(axes: Iterable[Axes]) -> P:
-    """A PartitionSpec from the mesh axes of each dim."""
-    return P(*(a[0] if len(a) == 1 else a or None for a in axes))
-
-
-def from_spec(spec: P, ndim: int) -> Spec:
-    """The mesh axes of each dim from a PartitionSpec."""
-    if not isinstance(spec, P):
-        raise TypeError(f"expected a PartitionSpec or None, got {spec!r}.")
-    if len(spec) > ndim:
-        raise ValueError(f"{spec} has {len(spec)} entries for an array of {ndim} dims.")
-    if any(entry is P.UNCONSTRAINED for entry in spec):
-        raise ValueError(f"{spec} leaves a dim open; name its axes, or None.")
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-    return tuple(entries) + ((),) * (ndim - len(spec))
-
-
-def restrict(spec: P, axes: Iterable[str]) -> P:
-    """A PartitionSpec without the axes that are not among `axes`."""
-    return to_spec(tuple(a for a in dim if a in axes) for dim in from_spec(spec, len(spec)))
-
-
-def axes_size(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> int:
-    """The number of devices along some mesh axes."""
-    return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def is_inexact(dtype: Any) -> bool:
-    """Whether arrays of this dtype can have gradients."""
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _dtype(value: Any) -> Any:
@@ -494,11 +317,6 @@ def _bytes(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], spec: P, dtype: An
 
 def _spec_text(spec: P) -> str:
     return str(spec).replace("PartitionSpec", "P")
-
-
-def is_spec(x: Any) -> bool:
-    """Whether a node of a tree of specs is a leaf."""
-    return x is None or isinstance(x, P)
 
 
 def _as_axes(axes: str | Sequence[str]) -> Axes:
@@ -546,41 +364,32 @@ def _check_model(shape: tuple[int, ...], model: Spec, sizes: dict[str, int]) -> 
             )
 
 
-def broadcast_prefix(name: str, prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
-    """The leaves of a prefix tree, one for each leaf of `tree`."""
-    try:
-        full = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
-    except ValueError as error:
-        raise ValueError(
-            f"{name} must be a tree of this structure, or a prefix of it: "
-            f"{str(error).replace('broadcast_prefix prefix_tree', 'prefix')}\n"
-            f"  structure: {jax.tree.structure(tree)}"
-        ) from error
-    return jax.tree.structure(tree).flatten_up_to(full)
-
-
 def _infer_specs(
     paths: list[str], values: list[Any], mesh: Mesh | AbstractMesh, data_axes: set[str]
 ) -> list[P]:
     """Specs of arrays that know theirs; nothing is assumed on a mesh with model axes."""
     model_axes = {a for a, n in mesh.shape.items() if n > 1} - data_axes
-    specs, unknown = [], []
-    for path, value in zip(paths, values, strict=True):
-        sharding = getattr(value, "sharding", None)
-        if isinstance(value, jax.core.Tracer):
-            sharding = jax.typeof(value).sharding
-        known = isinstance(sharding, NamedSharding) and model_axes <= set(sharding.mesh.axis_names)
-        if isinstance(value, jax.core.Tracer):
-            types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-            known = all(types.get(a) == AxisType.Explicit for a in model_axes)
-        if known or not model_axes:
-            specs.append(sharding.spec if known else P())
-        else:
-            unknown.append(f"  {path}: {type(value).__name__} without a NamedSharding on this mesh")
-            specs.append(P())
+    specs = [_known_spec(value, model_axes) for value in values]
+    unknown = [
+        f"  {path}: {type(value).__name__} without a NamedSharding on this mesh"
+        for path, value, spec in zip(paths, values, specs, strict=True)
+        if spec is None and model_axes
+    ]
     raise_all(
         f"partition: the mesh has model axes {sorted(model_axes)}, and these leaves do not say how "
         "they are sharded over them. Pass specs= (PartitionSpec() where a leaf is replicated)",
         unknown,
     )
-    return specs
+    return [P() if spec is None else spec for spec in specs]
+
+
+def _known_spec(value: Any, model_axes: set[str]) -> P | None:
+    """The spec of an array, if it says how it is sharded over the model axes."""
+    if isinstance(value, Tracer):
+        sharding = jax.typeof(value).sharding
+        known = axes_of_type(sharding.mesh, AxisType.Explicit)
+    elif isinstance(sharding := getattr(value, "sharding", None), NamedSharding):
+        known = {*sharding.mesh.axis_names}
+    else:
+        return None
+    return sharding.spec if model_axes <= known else None

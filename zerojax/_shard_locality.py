@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from zerojax._partition import Partition, from_spec
+from zerojax._partition import Partition
 from zerojax._sharding_types import tracing_on, twin_mesh
+from zerojax._specs import from_spec
 
 # Every element of the result depends on the elements at the same place alone.
 _ELEMENTWISE = frozenset(
@@ -75,7 +76,8 @@ class _Walk:
             return frozenset() if literal else constant.get(atom, frozenset())
 
         for eqn in jaxpr.eqns:
-            constant.update(zip(eqn.outvars, self._equation(eqn, [*map(read, eqn.invars)])))
+            outs = self._equation(eqn, [*map(read, eqn.invars)])
+            constant.update(zip(eqn.outvars, outs, strict=True))
         return [*map(read, jaxpr.outvars)]
 
     def _equation(self, eqn: Any, constant_in: list[Dims]) -> list[Dims]:

@@ -14,7 +14,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from zerojax._partition import LeafPlan, Partition, axes_size, from_spec, plan_dims, to_spec
+from zerojax._leaf_plan import LeafPlan, plan_dims
+from zerojax._partition import Partition
+from zerojax._specs import axes_size, from_spec, to_spec
 
 MARK = "zerojax_twin"  # an axis that no user's mesh has
 NO_MESH = AbstractMesh((), ())
@@ -98,7 +100,7 @@ def inner_state_specs(
     if open_ and shards > 1 and part.stage > 0:
         by_shape = _decode_by_shape(init, leaves, treedef, state)
         for i in open_:
-            specs[i] = by_shape[i] if by_shape[i] is not None else _own_spec(part, flat[i])
+            specs[i] = by_shape[i] or _own_spec(part, flat[i])
     return state_def.unflatten(
         [_state_leaf(part, x, spec) for x, spec in zip(flat, specs, strict=True)]
     )

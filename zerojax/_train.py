@@ -91,8 +91,8 @@ def train_step(
     (1.0, 1.0, 0.5)
     """
     tx = optax.with_extra_args_support(tx)
-    ours = isinstance(grad_fn, GradientFunction)
-    if ours and grad_fn.part is not part:
+    ours = grad_fn if isinstance(grad_fn, GradientFunction) else None
+    if ours and ours.part is not part:
         raise ValueError(
             "train_step: grad_fn was made with another partition. Pass the same one to "
             "value_and_grad, zero and train_step."
@@ -130,8 +130,8 @@ def train_step(
         metrics = {"loss": P(), "grad_norm": P()}
         specs = (part.param_specs, _state_specs(tx, part), metrics)
         if ours:  # one region: an uneven shard need not be gathered before the update
-            if grad_fn.aux_specs is not None:
-                metrics["aux"] = grad_fn.aux_specs
+            if ours.aux_specs is not None:
+                metrics["aux"] = ours.aux_specs
             return run_globally(run, part.mesh, params, opt_state, args, out_specs=specs)
         value, grads = gradients(params, *args)  # the loss sees the mesh's own axis types
         value, aux = value if isinstance(value, tuple) else (value, None)

@@ -12,9 +12,11 @@ from jax.sharding import NamedSharding, reshard
 
 from zerojax import _collectives
 from zerojax._contexts import constrain, manual_axes, run_globally
-from zerojax._partition import LeafPlan, Partition, axes_size, from_spec, raise_all
+from zerojax._leaf_plan import LeafPlan
+from zerojax._partition import Partition
 from zerojax._shard_locality import not_shard_local
 from zerojax._sharding_types import StateLeaf, inner_state_specs, on_twin, state_specs, typed
+from zerojax._specs import axes_size, from_spec, raise_all
 
 
 def zero(
@@ -351,13 +353,15 @@ def _reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None
         return {a for a in part.data_axes if a in axes and part.mesh.shape[a] > 1}
 
     if local_gradients is None:
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(updates)]
-        unsure = _map(part, lambda leaf, g: varying(leaf, g) - {*leaf.model_axes}, updates)
+        unsure = []
+        for leaf, g in zip(_plans(part, updates), jax.tree.leaves(updates), strict=True):
+            if axes := varying(leaf, g) - {*leaf.model_axes}:
+                unsure.append(f"  {leaf.path}: varying over {sorted(axes)}")
         raise_all(
             "zero.update: these gradients are typed varying over the data axes, and no type says "
             'whether to average or to sum them. Pass zero(..., local_gradients="mean") if each is '
             'of the mean over the device\'s own examples, or "sum" if they only have to be summed',
-            [f"  {p}: varying over {axes}" for p, axes in zip(paths, _leaves(unsure)) if axes],
+            unsure,
         )
 
     def reduce(leaf: LeafPlan, g: jax.Array) -> jax.Array:
@@ -378,7 +382,3 @@ def _reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None
         return g.astype(leaf.dtype)
 
     return _map(part, reduce, updates)
-
-
-def _leaves(tree: Any) -> list[set[str]]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, set))
