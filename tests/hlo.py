@@ -13,6 +13,10 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|bf16|[a-z]+[0-9]+)\[([0-9,]*)\]")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[(.*?)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{(.*?)\}"
+)
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -82,8 +86,7 @@ def _groups(text: str, devices: int) -> np.ndarray:
         return np.array([list(map(int, g.split(","))) for g in match[1].split("},{")])
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         return _iota(match[3], match[4]).reshape(int(match[1]), -1)
-    pattern = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{(.*?)\}"
-    if match := re.search(pattern, text):
+    if match := _MESH_GROUPS.search(text):
         axes = re.findall(r"'(\w+)'=(\d+)", match[1])
         names, sizes = [a for a, _ in axes], [int(n) for _, n in axes]
         ids = _iota(match[2], match[3]) if match[2] else np.arange(devices)

@@ -90,7 +90,9 @@ def reference(loss, params, *args):
         leaves = [next(some) if f else x for f, x in zip(floating, flat, strict=True)]
         return loss(treedef.unflatten(leaves), *args)
 
-    value, grads = jax.value_and_grad(on_floating)([x for f, x in zip(floating, flat) if f])
+    value, grads = jax.value_and_grad(on_floating)(
+        [x for f, x in zip(floating, flat, strict=True) if f]
+    )
     grads = iter(grads)
     return value, treedef.unflatten(
         [next(grads) if f else jnp.zeros_like(x) for f, x in zip(floating, flat, strict=True)]

@@ -119,10 +119,12 @@ def test_weight_decay_masks_and_groups_select_the_same_leaves(x64, where):
         return optax.partition({"slow": slow, "fast": fast}, labels)
 
     part = zerojax.partition(params, make_mesh("mesh8"))
-    if where == "inside":
-        make = lambda part: zerojax.zero(transform(lambda tx: tx), part)
-    else:
-        make = lambda part: transform(lambda tx: zerojax.zero(tx, part))
+
+    def make(part):
+        if where == "inside":
+            return zerojax.zero(transform(lambda tx: tx), part)
+        return transform(lambda tx: zerojax.zero(tx, part))
+
     got, _ = run_zero(make, part, params, grads)
     chex.assert_trees_all_close(got, run(transform(lambda tx: tx), params, grads), **TIGHT)
 
@@ -154,7 +156,10 @@ def test_untouched_rows_of_an_embedding_have_exactly_zero_gradient():
     params = {"embed": np.float32(normal(16, 8))}
     part = zerojax.partition(params, mesh, {"embed": P("model")})
     tokens = np.array([1, 3, 3, 12] * 4)
-    loss = lambda p, t: jnp.mean(p["embed"][t] ** 2)
+
+    def loss(params, tokens):
+        return jnp.mean(params["embed"][tokens] ** 2)
+
     _, grads = jax.jit(zerojax.value_and_grad(loss, part, accumulate=2))(part.place(params), tokens)
     touched = np.isin(np.arange(16), tokens)
     assert np.all(np.asarray(grads["embed"])[~touched] == 0)
@@ -164,7 +169,10 @@ def test_untouched_rows_of_an_embedding_have_exactly_zero_gradient():
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_hsdp_equals_flat_sharding_equals_one_device(x64, accumulate):
     params, x = {"w": normal(16, 12), "b": normal(5)}, normal(32, 16)
-    loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"] ** 2)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2) + jnp.sum(params["b"] ** 2)
+
     tx = optax.adamw(1e-2)
     results = []
     for mesh, options in [

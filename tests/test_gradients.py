@@ -164,7 +164,10 @@ def test_prng_keys_differ_by_device_and_microbatch(stage):
 def test_prng_key_is_untouched_on_one_device():
     part, params = linear("mesh1")
     key = jax.random.key(3)
-    loss = lambda p, x, k: (jnp.mean(x) * jnp.sum(p["w"]), jax.random.uniform(k, (4,)))
+
+    def loss(params, x, key):
+        return jnp.mean(x) * jnp.sum(params["w"]), jax.random.uniform(key, (4,))
+
     grad_fn = zerojax.value_and_grad(loss, part, has_aux=True, aux_reduction="concat")
     (_, draws), _ = grad_fn(params, jnp.ones((4, 1)), key)
     np.testing.assert_array_equal(draws, jax.random.uniform(key, (4,)))

@@ -163,14 +163,14 @@ def test_constraints_over_data_work_with_plain_gradients():
     mesh = make_mesh("mesh8")
     part = zerojax.partition(W, mesh)
     loss = constrained(mesh, P("data"))
-    with pytest.raises(ValueError, match="(?s)Manual region.*jax.value_and_grad"):
+    with pytest.raises(ValueError, match=r"(?s)Manual region.*jax.value_and_grad"):
         zerojax.value_and_grad(loss, part)(part.place(W), X, Y)
     step_equals_plain(part, loss, jax.value_and_grad(loss))
 
 
 def test_a_loss_that_averages_by_itself_is_refused():
     part = zerojax.partition(W, make_mesh("mesh8"))
-    with pytest.raises(ValueError, match="(?s)reduces over the data axes.*psum"):
+    with pytest.raises(ValueError, match=r"(?s)reduces over the data axes.*psum"):
         zerojax.value_and_grad(averaging, part)(part.place(W), X, Y)
 
 
@@ -225,7 +225,7 @@ COUPLED = {
 def test_check_finds_losses_that_are_no_means(name):
     loss, args, remedy = COUPLED[name]
     part = zerojax.partition(W, make_mesh("mesh8"))
-    with pytest.raises(ValueError, match="(?s)means something else.*loss.*differs") as error:
+    with pytest.raises(ValueError, match=r"(?s)means something else.*loss.*differs") as error:
         zerojax.check(loss, part, W, *args)
     assert remedy in str(error.value) and "['w']" in str(error.value)
     # What it recommends is right.

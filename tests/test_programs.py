@@ -4,6 +4,7 @@ import collections
 import math
 import re
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -154,8 +155,9 @@ def test_one_device_runs_the_plain_program(stage, accumulate, axis_type):
     assert operations(ours) == operations(theirs)
     for key in ("flops", "bytes accessed"):
         assert ours.cost_analysis()[key] == theirs.cost_analysis()[key]
-    for a, b in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(plain)(*plain_args))):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(
+        jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(plain)(*plain_args))
+    )
 
 
 def operations(compiled):
