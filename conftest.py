@@ -16,7 +16,12 @@ from jax import numpy as jnp
 import zerojax
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if cache := getattr(config, "cache", None):  # compiling is most of the tests' work
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        # Or the text of a compiled program may show the names and lines of an equal one.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     if jax.device_count() != 8:
         raise pytest.UsageError(
             f"the tests need 8 CPU devices and jax found {jax.device_count()}: "
