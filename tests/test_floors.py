@@ -22,6 +22,7 @@ FLOORS = {
     "_sharding_types": 1,
     "_collectives": 1,
     "_shard_locality": 1,
+    "_manual": 2,
     "_zero": 2,
     "_gradients": 3,
     "_check": 3,

@@ -1,6 +1,5 @@
 """The plan for a tree of parameters: made from shapes alone, read by everything downstream."""
 
-import collections
 import dataclasses
 import functools
 import json
@@ -17,16 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._leaf_plan import LeafPlan, plan_dims
 from zerojax._specs import (
-    Axes,
-    Spec,
-    axes_of_type,
-    axes_size,
-    broadcast_prefix,
-    from_spec,
-    is_inexact,
-    is_spec,
-    raise_all,
-    to_spec,
+    Axes, Spec, axes_of_type, axes_size, broadcast_prefix, from_spec, is_inexact, is_spec,
+    raise_all, to_spec,
 )  # fmt: skip
 
 
@@ -88,6 +79,16 @@ class Partition:
     def by_path(self) -> dict[str, LeafPlan]:
         """The plan of each leaf by its key path."""
         return {leaf.path: leaf for leaf in self.leaves}
+
+    def plans(self, tree: Any) -> list[LeafPlan]:
+        """The plans of the leaves of a tree of these parameters, or of some of them, by path."""
+        paths = (jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree))
+        return [self.by_path[path] for path in paths]
+
+    def map(self, fn: Callable[[LeafPlan, Any], Any], tree: Any) -> Any:
+        """`fn(plan, leaf)` over the leaves of a tree of these parameters, or of some of them."""
+        leaves, treedef = jax.tree.flatten(tree)
+        return treedef.unflatten([fn(*pair) for pair in zip(self.plans(tree), leaves, strict=True)])
 
     def shardings(self, specs: Any) -> Any:
         """Tree of `NamedSharding`s on this partition's mesh for a tree of PartitionSpecs."""
@@ -342,8 +343,7 @@ def _check_axes(mesh: Mesh | AbstractMesh, shard_axes: Axes, replicate_axes: Axe
             f"replicate_axes={replicate_axes} name {unknown}. Pass shard_axes= the mesh's data "
             "axes, or make the mesh with these names."
         )
-    twice = [a for a, n in collections.Counter(asked).items() if n > 1]
-    if twice or not shard_axes:
+    if len({*asked}) < len(asked) or not shard_axes:
         raise ValueError(
             "partition: shard_axes must name at least one axis, and no axis twice or in "
             f"replicate_axes too; got shard_axes={shard_axes}, replicate_axes={replicate_axes}."

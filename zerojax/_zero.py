@@ -6,13 +6,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-from jax import lax
 from jax import numpy as jnp
 from jax.sharding import NamedSharding, reshard
 
 from zerojax import _collectives
 from zerojax._contexts import constrain, manual_axes, run_globally
 from zerojax._leaf_plan import LeafPlan
+from zerojax._manual import is_manual, reduce_to_shards
 from zerojax._partition import Partition
 from zerojax._shard_locality import not_shard_local
 from zerojax._sharding_types import StateLeaf, inner_state_specs, on_twin, state_specs, typed
@@ -73,7 +73,7 @@ def zero(
         return inner_state_specs(part, inner.init, leaves, treedef)
 
     def layout(tree: Any) -> Any:
-        return layout_of(tuple(_plans(part, tree)), jax.tree.structure(tree))
+        return layout_of(tuple(part.plans(tree)), jax.tree.structure(tree))
 
     def take(leaf: LeafPlan, x: jax.Array) -> jax.Array:
         return _collectives.take(part, leaf, leaf, x)
@@ -82,10 +82,10 @@ def zero(
         check_leaves(part, params, "zero.init")
         params = _hide_untrainable(part, params)
         if any(map(on_twin, jax.tree.leaves(params))):
-            state = inner.init(_map(part, lambda leaf, x: reshard(x, leaf.shard_spec), params))
+            state = inner.init(part.map(lambda leaf, x: reshard(x, leaf.shard_spec), params))
             return jax.tree.map(lambda leaf, x: reshard(x, leaf.spec), layout(params), state)
         if is_manual(part, "zero.init"):
-            shards = _map(part, take, params)
+            shards = part.map(take, params)
             state = inner.init(shards)
             _check_state(part, layout(params), state, "init of a transformation in a Manual region")
             return state
@@ -93,7 +93,7 @@ def zero(
         return run_globally(init_globally, part.mesh, params, out_specs=specs)
 
     def init_globally(params: Any) -> Any:
-        state = inner.init(_map(part, functools.partial(_to_shard, part), params))
+        state = inner.init(part.map(functools.partial(_to_shard, part), params))
         return _store(part, layout(params), state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -121,18 +121,18 @@ def zero(
                 problems,
             )
             _check_state(part, leaves, state, "zero.update")
-            shards = _reduce_to_shards(part, updates, local_gradients)
+            shards = reduce_to_shards(part, updates, local_gradients)
             own = params
             if params is not None:
-                own = _map(part, take, params)
+                own = part.map(take, params)
             updates, state = inner.update(shards, state, own, **extra)
-            updates = _map(part, _collectives.gather, updates)
+            updates = part.map(_collectives.gather, updates)
         elif any(map(on_twin, jax.tree.leaves(updates))):
             updates, state = inner.update(updates, state, params, **extra)
         else:
             _check_state(part, leaves, state, "zero.update")
             specs = (
-                _map(part, lambda leaf, _: leaf.model_spec, updates),
+                part.map(lambda leaf, _: leaf.model_spec, updates),
                 jax.tree.map(lambda leaf: leaf.spec, leaves),
             )
             updates, state = run_globally(
@@ -145,17 +145,17 @@ def zero(
         updates: Any, state: Any, params: Any, arrays: Any, **functions: Any
     ) -> tuple[Any, Any]:
         leaves = layout(updates if params is None else params)
-        updates = _map(part, functools.partial(_to_shard, part), updates)
+        updates = part.map(functools.partial(_to_shard, part), updates)
         if params is not None:
             # First to the specs where they live: XLA must not move unplaced parameters elsewhere.
-            params = _map(part, lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), params)
-            params = _map(part, functools.partial(_to_shard, part), params)
+            params = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), params)
+            params = part.map(functools.partial(_to_shard, part), params)
         state = jax.tree.map(
             lambda leaf, x: _collectives.to_natural(part, x, leaf.shape, leaf.spec), leaves, state
         )
         updates, state = inner.update(updates, state, params, **arrays, **functions)
-        updates = _map(part, lambda leaf, x: constrain(part.mesh, x, leaf.shard_spec), updates)
-        updates = _map(part, lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), updates)
+        updates = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.shard_spec), updates)
+        updates = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), updates)
         return updates, _store(part, leaves, state)
 
     def not_local(updates: Any, leaves: Any, params: Any, extra: Any) -> list[str]:
@@ -165,7 +165,7 @@ def zero(
         def abstract(leaf: LeafPlan, _: Any) -> Any:
             return typed(part, leaf, leaf.shard_spec)
 
-        updates, params = _map(part, abstract, updates), _map(part, abstract, params)
+        updates, params = part.map(abstract, updates), part.map(abstract, params)
         state = jax.tree.map(lambda leaf: typed(part, leaf, leaf.spec), leaves)
         arrays = {name: value for name, value in extra.items() if not callable(value)}
         arrays = jax.tree.map(
@@ -255,51 +255,9 @@ def _paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
-def is_manual(part: Partition, where: str) -> bool:
-    """Whether the data axes are Manual; raises where they are only half so, or have no types."""
-    manual = manual_axes()
-    if not manual:
-        return False
-    if missing := [a for a in part.data_axes if a not in manual]:
-        raise ValueError(
-            f"{where}: inside a jax.shard_map over {sorted(manual)}, but not over the data axes "
-            f"{missing}. Add them to its axis_names, or call this outside of it."
-        )
-    if not _collectives.vma_is_checked():
-        raise TypeError(
-            f"{where}: inside jax.shard_map(check_vma=False) no type says whether a gradient is "
-            "still to be summed. Remove check_vma=False, or call this outside of the shard_map."
-        )
-    auto = set(part.mesh.axis_names) - manual
-    shared = [
-        f"  {leaf.path}: {leaf.shard_spec}"
-        for leaf in part.leaves
-        if any(s and set(m) & auto for m, s in zip(leaf.model, leaf.shard, strict=True))
-    ]
-    raise_all(
-        f"{where}: these leaves share a dim between a model axis that is automatic here and a data "
-        "axis that is Manual, which would permute it. Make the model axes Manual too, or choose "
-        "another dim with shard_dim=",
-        shared,
-    )
-    return True
-
-
-def _plans(part: Partition, tree: Any) -> list[LeafPlan]:
-    paths = (jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree))
-    return [part.by_path[path] for path in paths]
-
-
-def _map(part: Partition, fn: Any, tree: Any) -> Any:
-    """`fn(plan, leaf)` over the leaves of a tree of parameters."""
-    leaves, treedef = jax.tree.flatten(tree)
-    plans = _plans(part, tree)
-    return treedef.unflatten([fn(leaf, x) for leaf, x in zip(plans, leaves, strict=True)])
-
-
 def _hide_untrainable(part: Partition, tree: Any) -> Any:
     """Integer and bool leaves become `optax.MaskedNode`s, as `optax.masked` hides leaves."""
-    return _map(part, lambda leaf, x: x if leaf.trainable else optax.MaskedNode(), tree)
+    return part.map(lambda leaf, x: x if leaf.trainable else optax.MaskedNode(), tree)
 
 
 def _show_untrainable(part: Partition, updates: Any, whole: Any) -> Any:
@@ -309,7 +267,7 @@ def _show_untrainable(part: Partition, updates: Any, whole: Any) -> Any:
     def show(leaf: LeafPlan, x: Any) -> Any:
         return next(shown) if leaf.trainable else jnp.zeros(np.shape(x), leaf.dtype)
 
-    return _map(part, show, whole)
+    return part.map(show, whole)
 
 
 def _to_shard(part: Partition, leaf: LeafPlan, x: jax.Array) -> jax.Array:
@@ -343,42 +301,3 @@ def _check_state(part: Partition, layout: Any, state: Any, where: str) -> None:
         "with tx.init(params), or restore it into zerojax.abstract_state(tx, part)",
         sorted(problems),
     )
-
-
-def _reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None) -> Any:
-    """Inside a Manual region: every gradient summed as its type says, as this device's shard."""
-
-    def varying(leaf: LeafPlan, g: jax.Array) -> set[str]:
-        axes = jax.typeof(g).manual_axis_type.varying
-        return {a for a in part.data_axes if a in axes and part.mesh.shape[a] > 1}
-
-    if local_gradients is None:
-        unsure = []
-        for leaf, g in zip(_plans(part, updates), jax.tree.leaves(updates), strict=True):
-            if axes := varying(leaf, g) - {*leaf.model_axes}:
-                unsure.append(f"  {leaf.path}: varying over {sorted(axes)}")
-        raise_all(
-            "zero.update: these gradients are typed varying over the data axes, and no type says "
-            'whether to average or to sum them. Pass zero(..., local_gradients="mean") if each is '
-            'of the mean over the device\'s own examples, or "sum" if they only have to be summed',
-            unsure,
-        )
-
-    def reduce(leaf: LeafPlan, g: jax.Array) -> jax.Array:
-        local = varying(leaf, g)
-        if local_gradients == "mean" and local:
-            # Before the sum, which in 16 bits could overflow where the mean would not.
-            g = g / axes_size(part.mesh, local)
-        unreduced = set(jax.typeof(g).manual_axis_type.unreduced) & set(part.data_axes)
-        shard_axes, shard = set(leaf.shard_axes), None
-        for pending in (local - {*leaf.model_axes}, unreduced):
-            rest = tuple(a for a in part.data_axes if a in pending - shard_axes)
-            if shard_axes and shard_axes <= pending and not (leaf.padded and pending is unreduced):
-                g = _collectives.scatter(leaf, leaf, g, rest)
-                shard = g
-            elif pending:
-                g = lax.psum(g, tuple(a for a in part.data_axes if a in pending))
-        g = _collectives.take(part, leaf, leaf, g) if shard is None else g
-        return g.astype(leaf.dtype)
-
-    return _map(part, reduce, updates)
