@@ -221,3 +221,18 @@ def test_a_leaf_sharded_over_data_is_neither_summed_nor_sharded_again(x64):
     got = jax.jit(zerojax.value_and_grad(loss, part))(part.place(params), x)
     chex.assert_trees_all_close(got, reference(whole, params, x), **TIGHT)
     assert got[1]["experts"].sharding.spec[0] == "data"
+
+
+def test_microbatches_of_an_argument_split_on_another_dim():
+    """Dim 0 is cut into microbatches only, and need not divide by the devices."""
+    part, params = linear()
+    x = np.random.default_rng(0).normal(size=(6, 16, 8)).astype(np.float32)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    grad_fn = zerojax.value_and_grad(loss, part, accumulate=3, batch_specs=P(None, "data"))
+    want = jax.value_and_grad(loss)({"w": jnp.ones((8, 4))}, x)
+    chex.assert_trees_all_close(grad_fn(params, x), want, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"dim 0 of \(6, 16, 8\) .* x 4 microbatches"):
+        zerojax.value_and_grad(loss, part, accumulate=4, batch_specs=P(None, "data"))(params, x)

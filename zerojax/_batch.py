@@ -67,6 +67,7 @@ def plan_batch(part: Partition, args: tuple[Any, ...], batch_specs: Any, accumul
     with_paths, treedef = jax.tree.flatten_with_path(args)
     given = broadcast_prefix("batch_specs", batch_specs, args, is_spec)
     specs, sizes, problems = [], {}, []
+    microbatches = f" x {accumulate} microbatches" if accumulate > 1 else ""
     for (path, x), spec in zip(with_paths, given, strict=True):
         shape, default = np.shape(x), spec is None
         name = "args" + jax.tree_util.keystr(path)
@@ -81,12 +82,19 @@ def plan_batch(part: Partition, args: tuple[Any, ...], batch_specs: Any, accumul
         except (ValueError, TypeError) as error:
             problems.append(f"  {name}: {error}")
             continue
-        if not part.replicated(spec) and (default or accumulate > 1):
-            sizes[name] = shape[0] if shape else 0
-        for dim, dim_axes in enumerate(axes):
-            block = axes_size(part.mesh, dim_axes)
-            if shape[dim] % block and not (dim == 0 and name in sizes):
-                problems.append(f"  {name}: dim {dim} of {shape} does not divide by {block}")
+        if shape == (2,) and jnp.result_type(x) == jnp.uint32:
+            problems.append(f"  {name}: looks like an old PRNG key; pass a typed jax.random.key")
+        elif default and shape:
+            sizes[name] = shape[0]
+        elif not part.replicated(spec):
+            for dim, (size, dim_axes) in enumerate(zip(shape, axes, strict=True)):
+                split = accumulate if dim == 0 else 1
+                if size % (axes_size(part.mesh, dim_axes) * split):
+                    devices = f"{axes_size(part.mesh, dim_axes)} devices {dim_axes}"
+                    problems.append(
+                        f"  {name}: dim {dim} of {shape} does not divide by {devices}"
+                        + (microbatches if dim == 0 else "")
+                    )
     if len(set(sizes.values())) > 1:
         listed = [f"  {name}: dim 0 is {size}" for name, size in sizes.items()]
         raise_all(
