@@ -16,9 +16,17 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax._leaf_plan import LeafPlan, plan_dims
 from zerojax._specs import (
-    Axes, Spec, axes_of_type, axes_size, broadcast_prefix, from_spec, is_inexact, is_spec,
-    raise_all, to_spec,
-)  # fmt: skip
+    Axes,
+    Spec,
+    axes_of_type,
+    axes_size,
+    broadcast_prefix,
+    from_spec,
+    is_inexact,
+    is_spec,
+    raise_all,
+    to_spec,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,8 +147,8 @@ class Partition:
                 "path": leaf.path,
                 "shape": list(leaf.shape),
                 "dtype": str(leaf.dtype),
-                "model_spec": _spec_text(leaf.model_spec),
-                "shard_spec": _spec_text(leaf.shard_spec),
+                "model_spec": repr(leaf.model_spec),
+                "shard_spec": repr(leaf.shard_spec),
                 "bytes_whole": _bytes(self.mesh, leaf.shape, leaf.model_spec, leaf.dtype),
                 "bytes_shard": _bytes(self.mesh, leaf.stored, leaf.shard_spec, leaf.dtype),
                 "reason": leaf.reason,
@@ -314,10 +322,6 @@ def _put(value: Any, sharding: NamedSharding) -> jax.Array:
 def _bytes(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], spec: P, dtype: Any) -> int:
     shards = axes_size(mesh, sum(from_spec(spec, len(shape)), ()))
     return math.prod(shape) // shards * dtype.itemsize
-
-
-def _spec_text(spec: P) -> str:
-    return str(spec).replace("PartitionSpec", "P")
 
 
 def _as_axes(axes: str | Sequence[str]) -> Axes:
