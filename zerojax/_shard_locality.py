@@ -4,14 +4,15 @@ An update that reads more than its own shard (a global norm, a factored moment, 
 whole array) is right under jit, where arrays are global, and silently wrong inside a Manual region.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh
 
-from zerojax._partition import Partition
-from zerojax._sharding_types import tracing_on, twin_mesh
+from zerojax._sharding_types import tracing_on
 from zerojax._specs import from_spec
 
 # Every element of the result depends on the elements at the same place alone.
@@ -38,29 +39,54 @@ _ALONG = {
 Dims = frozenset[int]  # dims along which a value is known to be constant
 
 
-def not_shard_local(part: Partition, fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The equations of `fn` that mix elements of different shards.
+def not_shard_local(
+    mesh: AbstractMesh,
+    axes: Iterable[str],
+    fn: Callable[..., Any],
+    whole: tuple[Any, ...],
+    shard: tuple[Any, ...],
+) -> list[str]:
+    """The equations of `fn` that mix elements of different shards, or know of their number.
 
     Args:
-      part: the partition.
+      mesh: the twin of the partition's mesh.
+      axes: the axes that are Manual where `fn` is to run.
       fn: an optimizer's `update`.
-      *args: trees of arrays typed on the twin.
+      whole: its arguments, trees of arrays typed on the twin in their natural shapes.
+      shard: the same in the shapes of one shard.
 
     Returns:
       One line for each offending equation; empty if `fn` may run on each shard alone.
     """
     try:
-        with tracing_on(twin_mesh(part.mesh)):
-            jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+        with tracing_on(mesh):
+            jaxpr, on_shard = (jax.make_jaxpr(fn)(*args).jaxpr for args in (whole, shard))
     except Exception as error:  # a ShardingTypeError, or what its author made of it
         return [f"it cannot be traced on sharded arrays: {str(error).splitlines()[0]}"]
-    walk = _Walk(frozenset(part.shard_axes))
+    walk = _Walk(frozenset(axes))
     walk.run(jaxpr, [frozenset()] * len(jaxpr.invars))
-    return list(dict.fromkeys(walk.problems))
+    problems = list(dict.fromkeys(walk.problems))
+    if not problems:
+        pairs = itertools.zip_longest(_operations(jaxpr), _operations(on_shard))
+        problems += [
+            f"{one} on the whole array, {other} on a shard: it depends on the size of a sharded dim"
+            for one, other in pairs
+            if one != other
+        ][:1]
+    return problems
+
+
+def _operations(jaxpr: Any) -> Iterator[str]:
+    """Each primitive with the numbers that it is given."""
+    for eqn in jaxpr.eqns:
+        numbers = [str(a.val) for a in eqn.invars if isinstance(a, jex_core.Literal)]
+        yield f"{eqn.primitive.name}({', '.join(numbers)})"
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from _operations(inner)
 
 
 class _Walk:
-    """Follows shard axes, and the dims along which values are constant, through a jaxpr."""
+    """Follows Manual axes, and the dims along which values are constant, through a jaxpr."""
 
     def __init__(self, axes: frozenset[str]):
         self.axes = axes
@@ -119,7 +145,7 @@ class _Walk:
         return [constant_out] * len(eqn.outvars)
 
     def _sharded(self, aval: Any) -> dict[str, int]:
-        """The shard axes of a type, with their dims."""
+        """The Manual axes of a type, with their dims."""
         spec = from_spec(aval.sharding.spec, aval.ndim)
         return {axis: dim for dim, axes in enumerate(spec) for axis in axes if axis in self.axes}
 

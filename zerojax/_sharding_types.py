@@ -50,10 +50,10 @@ def on_twin(x: Any) -> bool:
     return MARK in jax.typeof(x).sharding.mesh.axis_names
 
 
-def typed(part: Partition, leaf: LeafPlan | StateLeaf, spec: P) -> jax.ShapeDtypeStruct:
-    """A leaf in its natural shape as an abstract array on the twin."""
+def typed(part: Partition, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+    """An abstract array on the twin."""
     sharding = NamedSharding(twin_mesh(part.mesh), spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def state_specs(part: Partition, init: Callable[[Any], Any], params: Any) -> Any:
@@ -82,10 +82,10 @@ def inner_state_specs(
     a sharded dim (`optax.flatten`'s vector, a factored moment without its parameter's sharded dim)
     is sharded as a parameter of its shape would be.
     """
-    params = treedef.unflatten([typed(part, leaf, leaf.shard_spec) for leaf in leaves])
+    params = [typed(part, leaf.shape, leaf.dtype, leaf.shard_spec) for leaf in leaves]
     try:
         with tracing_on(twin_mesh(part.mesh)):
-            state = jax.eval_shape(init, params)
+            state = jax.eval_shape(init, treedef.unflatten(params))
     except Exception:  # whatever an init raises on types that it never saw
         plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         with tracing_on(NO_MESH):

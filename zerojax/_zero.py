@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from jax import numpy as jnp
 from jax.sharding import NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives
 from zerojax._contexts import constrain, manual_axes, run_globally
@@ -15,7 +16,14 @@ from zerojax._leaf_plan import LeafPlan
 from zerojax._manual import is_manual, reduce_to_shards
 from zerojax._partition import Partition
 from zerojax._shard_locality import not_shard_local
-from zerojax._sharding_types import StateLeaf, inner_state_specs, on_twin, state_specs, typed
+from zerojax._sharding_types import (
+    StateLeaf,
+    inner_state_specs,
+    on_twin,
+    state_specs,
+    twin_mesh,
+    typed,
+)
 from zerojax._specs import axes_size, from_spec, raise_all
 
 
@@ -108,10 +116,9 @@ def zero(
         for name, value in extra.items():
             if jax.tree.structure(value) == structure and not callable(value):  # such as grad=
                 extra[name] = _hide_untrainable(part, value)
-        arrays = {name: value for name, value in extra.items() if not callable(value)}
-        functions = {name: value for name, value in extra.items() if callable(value)}
+        arrays, functions = _split_callables(extra)
         if is_manual(part, "zero.update"):
-            problems = not_local(updates, leaves, params, extra)
+            problems = [f"  {line}" for line in not_local(updates, leaves, params, extra)]
             if problems and params is None:
                 problems.append("  update was called without params; does it need them?")
             raise_all(
@@ -159,26 +166,33 @@ def zero(
         return updates, _store(part, leaves, state)
 
     def not_local(updates: Any, leaves: Any, params: Any, extra: Any) -> list[str]:
-        if axes_size(part.mesh, part.shard_axes) == 1:
+        manual = manual_axes()
+        if axes_size(part.mesh, manual) == 1:
             return []
-
-        def abstract(leaf: LeafPlan, _: Any) -> Any:
-            return typed(part, leaf, leaf.shard_spec)
-
-        updates, params = part.map(abstract, updates), part.map(abstract, params)
-        state = jax.tree.map(lambda leaf: typed(part, leaf, leaf.spec), leaves)
-        arrays = {name: value for name, value in extra.items() if not callable(value)}
+        arrays, functions = _split_callables(extra)
         arrays = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), arrays
         )
-        functions = {name: value for name, value in extra.items() if callable(value)}
-        traced = functools.partial(inner.update, **functions)
-        return [
-            f"  {problem}"
-            for problem in not_shard_local(
-                part, lambda g, s, p, kw: traced(g, s, p, **kw), updates, state, params, arrays
-            )
-        ]
+
+        def arguments(one_shard: bool) -> tuple[Any, ...]:
+            def abstract(leaf: LeafPlan | StateLeaf, spec: P) -> jax.ShapeDtypeStruct:
+                axes = from_spec(spec, len(leaf.shape))
+                shape = _collectives.local_shape(part, leaf.stored, axes, manual)
+                return typed(part, shape if one_shard else leaf.shape, leaf.dtype, spec)
+
+            def abstract_param(leaf: LeafPlan, _: Any) -> jax.ShapeDtypeStruct:
+                return abstract(leaf, leaf.shard_spec)
+
+            state = jax.tree.map(lambda leaf: abstract(leaf, leaf.spec), leaves)
+            grads, own = part.map(abstract_param, updates), part.map(abstract_param, params)
+            return grads, state, own, arrays
+
+        def traced(updates: Any, state: Any, params: Any, arrays: Any) -> Any:
+            return inner.update(updates, state, params, **arrays, **functions)
+
+        return not_shard_local(
+            twin_mesh(part.mesh), manual, traced, arguments(False), arguments(True)
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -211,7 +225,8 @@ def _abstract_leaves(
     tx: optax.GradientTransformation, part: Partition
 ) -> tuple[list[jax.ShapeDtypeStruct], Any]:
     specs = jax.tree.leaves(part.param_specs)
-    params = [typed(part, leaf, spec) for leaf, spec in zip(part.leaves, specs, strict=True)]
+    pairs = zip(part.leaves, specs, strict=True)
+    params = [typed(part, leaf.shape, leaf.dtype, spec) for leaf, spec in pairs]
     leaves, treedef = jax.tree.flatten(state_specs(part, tx.init, part.treedef.unflatten(params)))
 
     def abstract(leaf: StateLeaf) -> jax.ShapeDtypeStruct:
@@ -240,6 +255,12 @@ def check_leaves(part: Partition, tree: Any, where: str, *, dtypes: bool = True)
         "a change of the model, with the very tree that init and update see)",
         problems,
     )
+
+
+def _split_callables(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Extra arguments that are trees of arrays, and those that are functions, as `value_fn=`."""
+    functions = {name: value for name, value in extra.items() if callable(value)}
+    return {k: value for k, value in extra.items() if k not in functions}, functions
 
 
 def _check_same_tree(updates: Any, params: Any) -> None:
