@@ -6,6 +6,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 SELECT :=
+comma := ,
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .NOTPARALLEL:
@@ -15,7 +16,9 @@ help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  Variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) ARGS="for the example or for pytest"'
 
-train: $(VENV)/.with-examples ## Train the example language model
+# Where there is a GPU, with a jax that uses it.
+GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(comma)cuda13)
+train: $(VENV)/.with-examples$(GPU) ## Train the example language model
 	@$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: $(VENV)/.with-dev lint types unit ## Lint, format, types, doctests, tests
