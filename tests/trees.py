@@ -1,0 +1,221 @@
+"""The fixed tree of parameters with its plan, and every optimizer that optax has.
+
+The plan is written down by hand, for eight devices on one axis. Sizes of sharded dims differ from
+each other and from those of the other dims, so that a mix-up shows.
+"""
+
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import optax.contrib
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+
+DEVICES = 8
+
+
+class Norm(NamedTuple):
+    scale: Any
+    shift: Any
+
+
+class Leaf(NamedTuple):
+    """A row of the table below."""
+
+    shape: tuple[int, ...]
+    spec: P = P()
+    stored: tuple[int, ...] | None = None  # where it is padded
+    reason: str = ""
+    dtype: Any = np.float64
+
+
+FEWER = "{} elements are fewer than 8 shards"
+LEAVES = {
+    "['matrix']": Leaf((24, 16), P("data", None)),  # the larger of two dims that divide
+    "['stack']": Leaf((3, 5, 40), P(None, None, "data")),
+    # The same array object at two places: two leaves from the first update on, in optax as here.
+    "['tied']['embed']": Leaf((6, 64), P(None, "data")),
+    "['tied']['head']": Leaf((6, 64), P(None, "data")),
+    "['bias']": Leaf((32,), P("data")),
+    "['scalar']": Leaf((), reason="scalar"),
+    "['one']": Leaf((1,), reason=FEWER.format(1)),
+    "['empty']": Leaf((0, 4), reason=FEWER.format(0)),
+    "['odd']": Leaf((13, 5), P("data", None), (16, 5), "padded, no dim divides: dim 0: 13 to 16"),
+    "['vocab']": Leaf((50257, 8), P(None, "data")),  # the only dim that divides, though small
+    "['half']": Leaf((48, 2), P("data", None), dtype=jnp.bfloat16),
+    "['ids']": Leaf((56,), reason="no gradient: int32", dtype=np.int32),
+    "['norm'].scale": Leaf((72,), P("data")),
+    "['norm'].shift": Leaf((7,), reason=FEWER.format(7)),
+    # Twelve, so that "[10]" and "[11]" would be sorted before "[2]" as strings.
+    **{f"['layers'][{i}]": Leaf((8 * i + 8,), P("data")) for i in range(12)},
+}
+SMALL = ["matrix", "stack", "bias", "scalar", "empty", "odd", "half", "ids"]
+
+
+def make_tree(seed: int = 0) -> dict[str, Any]:
+    """The tree of `LEAVES`, with a `None` and an empty dict, which are no leaves."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path: str) -> np.ndarray:
+        shape, dtype = LEAVES[path].shape, LEAVES[path].dtype
+        if np.issubdtype(dtype, np.integer):
+            return np.arange(math.prod(shape), dtype=dtype).reshape(shape)
+        return rng.normal(size=shape).astype(dtype)
+
+    tree = {name: leaf(f"['{name}']") for name in [*SMALL, "one", "vocab"]}
+    embed = leaf("['tied']['embed']")
+    return tree | {
+        "tied": {"embed": embed, "head": embed},
+        "none": None,
+        "nothing": {},
+        "norm": Norm(leaf("['norm'].scale"), leaf("['norm'].shift")),
+        "layers": [leaf(f"['layers'][{i}]") for i in range(12)],
+    }
+
+
+def make_small(*without: str, seed: int = 0) -> dict[str, Any]:
+    """The leaves of `SMALL`, one of each kind."""
+    tree = make_tree(seed)
+    return {name: tree[name] for name in SMALL if name not in without}
+
+
+def hide_integers(tree: Any) -> Any:
+    """What an optimizer inside `zero` sees: integer leaves are hidden as `optax.masked` does."""
+    return jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else optax.MaskedNode(), tree
+    )
+
+
+def random_like(tree: Any, seed: int) -> Any:
+    """A tree of random numbers, such as gradients; zeros for an integer leaf."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(x: Any) -> np.ndarray:
+        values = rng.normal(size=x.shape) * jnp.issubdtype(x.dtype, jnp.inexact)
+        return values.astype(x.dtype)
+
+    return jax.tree.map(leaf, tree)
+
+
+def loss(params: Any, targets: Any) -> Any:
+    """A loss whose gradient is `params - targets`, for optimizers that call or read it."""
+
+    def half_square(p: Any, t: Any) -> Any:
+        return jnp.sum(jnp.square(p.astype(jnp.float64) - t.astype(jnp.float64))) / 2
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(half_square, params, targets))
+
+
+# What an optimizer must be given besides a learning rate.
+ARGUMENTS = {
+    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0},
+    "noisy_sgd": {"key": 0},
+    "schedule_free": {"base_optimizer": optax.sgd(0.1, momentum=0.9)},
+}
+# The extra arguments that are not those of a line search, which refuses one that it does not know.
+EXTRA = {"sophia": ["obj_fn"], "sam": []}
+# Leaves that plain optax cannot take.
+REFUSED = {
+    "muon": {"empty": ZeroDivisionError},
+    "sm3": {"scalar": IndexError, "empty": ValueError},
+    "sophia": {"half": TypeError},
+}
+# Leaves that cost more compilations than they show. A 16-bit leaf makes these four start their
+# estimate of the step size in 16 bits and go on in 64, so that plain optax compiles anew too (dog
+# and dowg do the same and keep it); a line search compiles for as long as six other optimizers.
+LEFT_OUT = {
+    **dict.fromkeys(["dadapt_adamw", "momo", "momo_adam", "prodigy"], ("half",)),
+    "lbfgs": ("stack", "bias", "half"),
+}
+
+
+def optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
+    """Everything in optax and optax.contrib that takes a learning rate, found by looking."""
+    found = {}
+    for module in (optax, optax.contrib):
+        for name in dir(module):
+            make = getattr(module, name)
+            if name.startswith("_") or not isinstance(make, types.FunctionType | functools.partial):
+                continue
+            if "learning_rate" in inspect.signature(make).parameters:
+                arguments = {"learning_rate": 0.1} | ARGUMENTS.get(name, {})
+                found[name] = functools.partial(make, **arguments)
+    return found
+
+
+def transformations(*leaves: str) -> dict[str, Callable[[], optax.GradientTransformation]]:
+    """Wrappers around optimizers, and what optimizers are chained with, for a dict of leaves."""
+    adam = functools.partial(optax.adam, 0.1)
+    sgd = functools.partial(optax.sgd, 0.1, momentum=0.9)
+
+    def only(*names: str) -> Callable[[Any], Any]:
+        """A mask by path."""
+        return lambda tree: jax.tree.map_with_path(lambda path, _: path[0].key in names, tree)
+
+    def labels(tree: Any) -> Any:
+        return jax.tree.map(lambda yes: "train" if yes else "freeze", only("matrix")(tree))
+
+    def with_sgd(*before: optax.GradientTransformation) -> optax.GradientTransformation:
+        return optax.chain(*before, sgd())
+
+    odd = {name: name == "odd" for name in leaves}
+    groups = {"train": adam(), "freeze": optax.set_to_zero()}
+    return {
+        "adafactor, factored": lambda: optax.adafactor(0.1, min_dim_size_to_factor=3),
+        "adamw, decay masked by path": lambda: optax.adamw(0.1, mask=only("matrix")),
+        "adaptive_grad_clip": lambda: with_sgd(optax.adaptive_grad_clip(0.01)),
+        "add_noise": lambda: with_sgd(optax.add_noise(0.1, 0.5, key=0)),
+        "apply_every": lambda: with_sgd(optax.apply_every(2)),
+        "apply_if_finite": lambda: optax.apply_if_finite(adam(), 5),
+        "centralize": lambda: with_sgd(optax.centralize()),
+        "clip": lambda: with_sgd(optax.clip(0.1)),
+        "clip_by_block_rms": lambda: with_sgd(optax.clip_by_block_rms(0.1)),
+        "clip_by_global_norm": lambda: with_sgd(optax.clip_by_global_norm(0.1)),
+        "conditionally_mask": lambda: optax.conditionally_mask(sgd(), lambda step: step % 2 == 0),
+        "conditionally_transform": lambda: optax.conditionally_transform(
+            sgd(), lambda step: step % 2 == 0
+        ),
+        "ema": lambda: optax.chain(adam(), optax.ema(0.9)),
+        "flatten": lambda: optax.flatten(adam()),
+        "freeze": lambda: with_sgd(optax.freeze(odd)),
+        "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(0.1),
+        "inject_hyperparams, schedule": lambda: optax.inject_hyperparams(optax.adamw)(
+            optax.linear_schedule(0.0, 0.1, 3), weight_decay=0.1
+        ),
+        "keep_params_nonnegative": lambda: optax.chain(sgd(), optax.keep_params_nonnegative()),
+        "lars, masked by path": lambda: optax.lars(
+            0.1, 0.1, weight_decay_mask=only("matrix"), trust_ratio_mask=only("odd")
+        ),
+        "masked": lambda: optax.masked(adam(), only("matrix")),
+        "mechanize": lambda: optax.contrib.mechanize(adam()),
+        "multi_transform": lambda: optax.multi_transform(groups, labels),
+        "MultiSteps": lambda: optax.MultiSteps(adam(), 2).gradient_transformation(),
+        "MultiSteps, skipping": lambda: optax.MultiSteps(
+            adam(), 1, should_skip_update_fn=optax.skip_not_finite
+        ).gradient_transformation(),
+        "normalize": lambda: with_sgd(optax.contrib.normalize()),
+        "normalize_by_update_norm": lambda: with_sgd(optax.normalize_by_update_norm()),
+        "partition": lambda: optax.partition(groups, labels),
+        "polyak_sgd": lambda: optax.polyak_sgd(0.1),
+        "reduce_on_plateau": lambda: optax.chain(
+            adam(), optax.contrib.reduce_on_plateau(patience=1)
+        ),
+        "sam": lambda: optax.contrib.sam(adam(), optax.sgd(0.05), sync_period=2),
+        "scale_by_factored_rms": lambda: with_sgd(optax.scale_by_factored_rms()),
+        "scale_by_param_block_norm": lambda: with_sgd(optax.scale_by_param_block_norm()),
+        "scale_by_param_block_rms": lambda: with_sgd(optax.scale_by_param_block_rms()),
+        "schedule_free, adam": lambda: optax.contrib.schedule_free(adam(), 0.1),
+        "selective_transform": lambda: optax.selective_transform(adam(), freeze_mask=odd),
+        "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(adam()),
+        "zero_nans": lambda: with_sgd(optax.zero_nans()),
+        "zerojax.clip_by_global_norm": lambda: with_sgd(zerojax.clip_by_global_norm(0.1)),
+    }
