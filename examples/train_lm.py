@@ -1,0 +1,308 @@
+"""Trains a small language model with sharded optimizer state, beside an unsharded run.
+
+    python examples/train_lm.py                          # on 8 virtual CPU devices, or all GPUs
+    python examples/train_lm.py --stage 2 --accumulate 2 --optimizer lion --learning-rate 3e-4
+    python examples/train_lm.py --mesh data=4,model=2    # with tensor parallelism
+    python examples/train_lm.py --text my_folder --no-compare
+
+The text is the source of Python's standard library, byte by byte, or `--text`. At the end come the
+validation loss, generated text and what a device holds; `--out` gets the picture, train_lm.png.
+"""
+
+import argparse
+import functools
+import inspect
+import itertools
+import math
+import random
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, Progress, TextColumn
+
+import zerojax
+
+# Tensor parallelism: weights before a nonlinearity are split by columns (heads, hidden units),
+# those behind it by rows. XLA adds the sums over "model" that this asks for.
+QKV, UP, ROWS = P(None, None, None, "model"), P(None, None, "model"), P(None, "model")
+LAYER_SPECS = {"norm1": P(), "qkv": QKV, "out": ROWS, "norm2": P(), "up": UP, "down": ROWS}
+
+
+def init_params(key: jax.Array, args: argparse.Namespace) -> dict[str, Any]:
+    """The parameters; those of all layers are stacked, with a leading dim to scan over."""
+    n, d, heads = args.layers, args.dim, max(1, args.dim // 32)
+    keys = iter(jax.random.split(key, 6))
+
+    def normal(std: float, *shape: int) -> jax.Array:
+        return std * jax.random.normal(next(keys), shape)
+
+    return {
+        "embed": normal(0.3, 256, d),
+        "layers": {
+            "norm1": jnp.ones((n, d)),
+            "qkv": normal(d**-0.5, n, d, 3, heads, 32),
+            "out": normal((2 * n * d) ** -0.5, n, heads, 32, d),
+            "norm2": jnp.ones((n, d)),
+            "up": normal(d**-0.5, n, d, 4 * d),
+            "down": normal((8 * n * d) ** -0.5, n, 4 * d, d),
+        },
+        "norm": jnp.ones(d),
+        "logits": normal(0.02, d, 256),
+    }
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def rotary(x: jax.Array) -> jax.Array:
+    """Rotates pairs of features of x (batch, length, heads, 32) by angles that tell positions."""
+    angles = jnp.arange(x.shape[1])[:, None, None] / 1000 ** (jnp.arange(16) / 16)
+    (a, b), cos, sin = jnp.split(x, 2, axis=-1), jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def logits_of(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+    """Logits (batch, length, 256) of the byte that follows each of `tokens` (batch, length)."""
+
+    def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        q, k, v = jnp.einsum("bld,dchk->cblhk", rms_norm(x, p["norm1"]), p["qkv"])
+        attended = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        x = x + jnp.einsum("blhk,hkd->bld", attended, p["out"])
+        return x + jax.nn.gelu(rms_norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
+
+    x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"])
+    return rms_norm(x, params["norm"]) @ params["logits"]
+
+
+def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats per byte of `tokens` (batch, length + 1)."""
+    logits = logits_of(params, tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    """Clipping, an optax alias with a warm-up cosine schedule, and weight decay."""
+
+    def decayed(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: "norm" not in str(path[-1]), params)
+
+    alias = getattr(optax, args.optimizer, None)
+    accepts = inspect.signature(alias).parameters if callable(alias) else {}
+    if "learning_rate" not in accepts:
+        raise ValueError("optax has no optimizer of this name")
+    peak, warmup = args.learning_rate, args.steps // 10
+    schedule = optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup, args.steps)
+    decay = {"weight_decay": args.weight_decay, "mask": decayed}
+    if decay.keys() <= accepts.keys():
+        return optax.chain(optax.clip_by_global_norm(1.0), alias(schedule, **decay))
+    l2 = optax.add_decayed_weights(**decay)
+    return optax.chain(optax.clip_by_global_norm(1.0), l2, alias(schedule))
+
+
+def plain_step(optimizer: Any, params: Any, opt_state: Any, tokens: jax.Array) -> Any:
+    """What `zerojax.train_step` replaces, in plain jax and optax."""
+    loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+    updates, opt_state = optimizer.update(grads, opt_state, params, value=loss, grad=grads)
+    metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    return optax.apply_updates(params, updates), opt_state, metrics
+
+
+def read_text(path: Path, at_least: int) -> np.ndarray:
+    """The bytes of a file, or of up to 500 of the .py and .txt files of a folder, shuffled."""
+    files = [path]
+    if path.is_dir():
+        found = itertools.chain(path.rglob("*.py"), path.rglob("*.txt"))
+        files = sorted(file for file in found if "site-packages" not in file.parts)
+        random.Random(0).shuffle(files)
+    text = b"".join(file.read_bytes() for file in files[:500])
+    if len(text) < at_least:
+        raise ValueError(f"--text {path}: {len(text)} bytes, but {at_least} are needed")
+    return np.frombuffer(text, np.uint8)
+
+
+def batches(text: np.ndarray, args: Any, sharding: Any = None) -> Iterator[jax.Array]:
+    """Endless random windows (batch, length + 1) of the text; the same for the same seed."""
+    rng = np.random.default_rng(args.seed)
+    while True:
+        starts = rng.integers(len(text) - args.length, size=(args.batch, 1))
+        tokens = text[starts + np.arange(args.length + 1)].astype(np.int32)
+        yield jax.device_put(tokens, sharding)
+
+
+def train(name: str, step: Any, params: Any, opt_state: Any, data: Any, steps: int) -> Any:
+    """Takes the steps; returns the parameters, and loss and gradient norm of each (steps, 2)."""
+    curve, started, live = [], 0.0, sys.stdout.isatty()
+    columns = (TextColumn(name), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, disable=not live) as progress:
+        bar = progress.add_task("compiling", total=steps)
+        for i, tokens in enumerate(itertools.islice(data, steps), start=1):
+            params, opt_state, metrics = step(params, opt_state, tokens)
+            curve.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+            started = started or time.perf_counter()  # after the first step, which compiles
+            rate = (i - 1) * tokens[:, 1:].size / (time.perf_counter() - started + 1e-9)
+            status = f"loss {curve[-1][0]:.3f}, {rate:,.0f} tokens/s, {steps - i} steps left"
+            progress.update(bar, completed=i, description=status)
+            if not live and i % math.ceil(steps / 10) == 0:
+                print(f"{name}: {status}", flush=True)
+    return params, np.array(curve)
+
+
+def assert_agree(sharded: np.ndarray, unsharded: np.ndarray) -> None:
+    """Equal up to rounding (sums in another order), which every step amplifies."""
+    errors = np.abs(sharded / unsharded - 1)
+    steps, first, losses = len(errors), errors[:10].max(), errors[:, 0].max()
+    assert first < 1e-4, f"the runs differ, by {first:.1e} in the first steps"
+    assert losses < 1e-2, f"the losses drift apart, by {losses:.1e}"
+    print(f"sharded = unsharded: all {steps} losses differ by at most {losses:.0e}, the first 10")
+    print(f"and their gradient norms by at most {first:.0e} (relative differences)")
+
+
+@jax.jit
+def generate(params: Any, window: jax.Array, keys: jax.Array) -> jax.Array:
+    """A byte for each key, drawn at temperature 0.7 from what may follow the window before it."""
+
+    def draw(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        token = jax.random.categorical(key, logits_of(params, window[None])[0, -1] / 0.7)
+        return jnp.roll(window, -1).at[-1].set(token), token
+
+    return jax.lax.scan(draw, window, keys)[1]
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of arrays, or of what `zerojax.abstract_state` describes."""
+    shards = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+
+
+def draw_picture(path: Path, title: str, curves: dict[str, Any], memory: dict[str, Any]) -> None:
+    """Loss curves, which should lie on each other, and bytes per device."""
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2)
+    lines = ("unsharded", "plain optax", "#b8c4d0", 5), ("sharded", "zerojax", "#c1272d", 1)
+    for name, label, color, width in lines:
+        if name in curves:
+            left.plot(curves[name][:, 0], label=f"{name}: {label}", color=color, lw=width)
+    left.set(xlabel="step", ylabel="training loss (nats per byte)")
+    for i, (name, color) in enumerate((("replicated", "#b8c4d0"), ("zerojax", "#c1272d"))):
+        sizes = [pair[i] / 1e6 for pair in memory.values()]
+        bars = right.bar(np.arange(3) + 0.4 * i, sizes, 0.4, label=name, color=color)
+        right.bar_label(bars, fmt="%.2f", padding=2)
+    right.set(ylabel="MB per device", xticks=np.arange(3) + 0.2, xticklabels=list(memory))
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def set_up(args: argparse.Namespace, shapes: Any) -> tuple[np.ndarray, Any, zerojax.Partition]:
+    """The text, the optimizer and the plan; raises if the arguments do not fit together."""
+    match = re.fullmatch(r"data=(\d+)(?:,model=(\d+))?", args.mesh)
+    sizes = tuple(int(size) for size in match.groups() if size) if match else (0,)
+    if math.prod(sizes) != jax.device_count():
+        form = f"data=N or data=N,model=M that make {jax.device_count()} devices"
+        raise ValueError(f"--mesh {args.mesh}: expected {form}")
+    if args.batch % (parts := sizes[0] * args.accumulate):
+        raise ValueError(f"--batch {args.batch}: does not divide by data x accumulate = {parts}")
+    if not 0 < args.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate {args.learning_rate}: expected a number above 0")
+    text = read_text(args.text, 20 * (args.length + 1))
+    try:  # some need more than a schedule and gradients
+        optimizer = optax.with_extra_args_support(make_optimizer(args))
+        state = jax.eval_shape(optimizer.init, shapes)
+        jax.eval_shape(optimizer.update, shapes, state, shapes, value=jnp.zeros(()), grad=shapes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--optimizer {args.optimizer}: {error}") from error
+    axes, kinds = ("data", "model")[: len(sizes)], (AxisType.Auto,) * len(sizes)
+    specs = {key: P() for key in shapes} | {"layers": LAYER_SPECS if len(sizes) > 1 else P()}
+    scan_dims = {key: int(key == "layers") for key in shapes}
+    mesh = jax.make_mesh(sizes, axes, axis_types=kinds)
+    args.out.mkdir(parents=True, exist_ok=True)
+    part = zerojax.partition(shapes, mesh, specs, stage=args.stage, scan_dims=scan_dims)
+    return text, optimizer, part
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
+    parser.formatter_class, add = argparse.RawDescriptionHelpFormatter, parser.add_argument
+    add("--stage", type=int, choices=(0, 1, 2), default=1, help="0 is plain data parallelism")
+    add("--mesh", default=f"data={jax.device_count()}", help="like data=8, or data=4,model=2")
+    add("--accumulate", type=int, default=1, help="microbatches per step")
+    add("--optimizer", default="adamw", help="an optax alias")
+    add("--learning-rate", type=float, default=4e-3)
+    add("--weight-decay", type=float, default=0.1)
+    add("--steps", type=int, default=300)
+    add("--batch", type=int, default=32, help="sequences per step")
+    add("--length", type=int, default=64, help="bytes per sequence")
+    add("--dim", type=int, default=128)
+    add("--layers", type=int, default=2)
+    add("--text", type=Path, default=sysconfig.get_path("stdlib"), help="a file or folder")
+    add("--out", type=Path, default="runs/train_lm", help="folder for the picture")
+    add("--seed", type=int, default=0)
+    add("--no-compare", action="store_true", help="leave out the unsharded run")
+    args = parser.parse_args(argv)
+    for name in ("accumulate", "steps", "batch", "length", "dim", "layers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: expected at least 1")
+    init, key = functools.partial(init_params, args=args), jax.random.key(args.seed)
+    shapes = jax.eval_shape(init, key)  # not in the try: an error in a changed model is no typo
+    try:
+        text, optimizer, part = set_up(args, shapes)
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))  # one line
+    print(part)
+
+    tx = zerojax.zero(optimizer, part)
+    grad_fn = zerojax.value_and_grad(loss_fn, part, accumulate=args.accumulate)
+    step = zerojax.train_step(grad_fn, tx, part)
+    params, opt_state = zerojax.init(init, tx, part)(key)
+    whole, shard = (sum(row[k] for row in part.rows()) for k in ("bytes_whole", "bytes_shard"))
+    plain_state = zerojax.abstract_state(optimizer, part)
+    memory = {  # replicated, and with zerojax
+        "parameters": (whole, bytes_per_device(params)),
+        "gradients": (whole, shard if args.stage == 2 else whole),
+        "optimizer state": (bytes_per_device(plain_state), bytes_per_device(opt_state)),
+    }
+    training, held_out = np.split(text, [len(text) * 9 // 10])
+    split, curves = NamedSharding(part.mesh, P("data")), {}
+    data = batches(training, args, split)
+    params, curves["sharded"] = train("sharded", step, params, opt_state, data, args.steps)
+    if not args.no_compare:
+        step = jax.jit(functools.partial(plain_step, optimizer), donate_argnums=(0, 1))
+        plain, data = jax.jit(init)(key), batches(training, args)
+        state = optimizer.init(plain)
+        _, curves["unsharded"] = train("unsharded", step, plain, state, data, args.steps)
+        assert_agree(**curves)
+
+    params, evaluate = part.gather(params), jax.jit(loss_fn)
+    data = itertools.islice(batches(held_out, args, split), 8)
+    losses = [evaluate(params, tokens) for tokens in data]
+    print(f"validation loss: {np.mean(losses):.3f} nats per byte")
+    params, keys = jax.device_put(params, jax.devices()[0]), jax.random.split(key, 400)
+    sample = generate(params, held_out[: args.length].astype(np.int32), keys)
+    sample = "".join(map(chr, sample.tolist()))
+    print("a sample:\n" + re.sub(r"[^\n -~]", "?", sample) + "\n")
+    print(f"{'bytes per device':<16}{'replicated':>14}{'zerojax':>14}")
+    for name, (whole, own) in memory.items():
+        print(f"{name:<16}{whole:>14,}{own:>14,}  ({own / whole:.1%})")
+    title = f"{args.optimizer}, ZeRO stage {args.stage} on {args.mesh}"
+    draw_picture(args.out / "train_lm.png", title, curves, memory)
+    print(f"picture: {args.out / 'train_lm.png'}")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()
