@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from zerojax._specs import Axes, Spec, is_inexact, to_spec
+from zerojax._specs import Axes, Spec, axes_size, is_inexact, to_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,29 @@ class LeafPlan:
     def trainable(self) -> bool:
         """Whether the leaf can have a gradient: integers, bools and PRNG keys cannot."""
         return is_inexact(self.dtype)
+
+    def row(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+        """The leaf's line of the table that `print(part)` shows; bytes are per device."""
+
+        def bytes_in(shape: tuple[int, ...], axes: Axes) -> int:
+            return math.prod(shape) // axes_size(mesh, axes) * self.dtype.itemsize
+
+        return {
+            "path": self.path,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype),
+            "model_spec": _text(self.model_spec),
+            "shard_spec": _text(self.shard_spec),
+            "bytes_whole": bytes_in(self.shape, self.model_axes),
+            "bytes_shard": bytes_in(self.stored, self.model_axes + self.shard_axes),
+            "reason": self.reason,
+        }
+
+
+def _text(spec: P) -> str:
+    """A spec without the dims behind the last sharded one."""
+    sharded = [dim for dim, axes in enumerate(spec) if axes is not None]
+    return repr(P(*spec[: sharded[-1] + 1])) if sharded else "P()"
 
 
 def plan_dims(

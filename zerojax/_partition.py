@@ -142,19 +142,7 @@ class Partition:
 
     def rows(self) -> list[dict[str, Any]]:
         """The table that `print` shows, a dict per leaf; bytes are per device."""
-        return [
-            {
-                "path": leaf.path,
-                "shape": list(leaf.shape),
-                "dtype": str(leaf.dtype),
-                "model_spec": repr(leaf.model_spec),
-                "shard_spec": repr(leaf.shard_spec),
-                "bytes_whole": _bytes(self.mesh, leaf.shape, leaf.model_spec, leaf.dtype),
-                "bytes_shard": _bytes(self.mesh, leaf.stored, leaf.shard_spec, leaf.dtype),
-                "reason": leaf.reason,
-            }
-            for leaf in self.leaves
-        ]
+        return [leaf.row(self.mesh) for leaf in self.leaves]
 
     def to_json(self) -> str:
         """The table as a JSON document."""
@@ -184,8 +172,8 @@ class Partition:
             f"ZeRO stage {self.stage} on mesh({mesh}), sharded over {self.shard_axes}"
             + (f", replicated over {self.replicate_axes}" if self.replicate_axes else ""),
             *("  ".join(map(str.ljust, row, widths)).rstrip() for row in [head, *table]),
-            f"one array for each parameter (gradients; each Adam moment): "
-            f"{whole:,} bytes per device before, {shard:,} after ({shard / max(whole, 1):.1%})",
+            f"what is sharded takes, for each array of the parameters' size (an Adam moment), "
+            f"{shard:,} bytes per device instead of {whole:,} ({shard / max(whole, 1):.1%})",
         ]
         return "\n".join(lines)
 
@@ -317,11 +305,6 @@ def _put(value: Any, sharding: NamedSharding) -> jax.Array:
     # already and, on CPU, numpy's memory; a step that donates the one would take both.
     copy = jax.jit(jnp.copy, out_shardings=sharding)
     return jax.block_until_ready(copy(jax.device_put(value, sharding)))
-
-
-def _bytes(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], spec: P, dtype: Any) -> int:
-    shards = axes_size(mesh, sum(from_spec(spec, len(shape)), ()))
-    return math.prod(shape) // shards * dtype.itemsize
 
 
 def _as_axes(axes: str | Sequence[str]) -> Axes:
