@@ -44,6 +44,7 @@ format: $(VENV)/.with-dev ## Format the code and sort its imports
 	@$(BIN)/ruff format
 
 install: $(VENV)/.with-$(EXTRA) ## Only install, with EXTRA=dev, test, examples, ...
+	@:
 
 clean: ## Remove the environments and the caches
 	@rm -rf .venv .venv312 .pytest_cache .ruff_cache .hypothesis dist
