@@ -100,8 +100,8 @@ def reference(loss, params, *args):
 
 
 def train(loss, tx, params, steps, *args):
-    """Plain optax on one device: the parameters and the losses of some steps."""
-    params, losses = jax.tree.map(jnp.asarray, params), []
+    """Plain optax on one device: the parameters, and loss and gradient norm of some steps."""
+    params, metrics = jax.tree.map(jnp.asarray, params), []
     keep = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.inexact)), params)
     tx = optax.masked(tx, keep)
     state = tx.init(params)
@@ -109,5 +109,5 @@ def train(loss, tx, params, steps, *args):
         value, grads = reference(loss, params, *args)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-        losses.append(float(value))
-    return params, losses
+        metrics.append((float(value), float(optax.tree.norm(grads))))
+    return params, metrics

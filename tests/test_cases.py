@@ -65,7 +65,8 @@ def test_a_large_vocabulary_is_sharded_on_the_other_dim(x64):
     assert state[0].mu["embed"].addressable_shards[0].data.shape == (50257, 1)
 
 
-def test_every_dtype_is_kept_and_frozen_leaves_keep_their_bits():
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_dtype_is_kept_and_frozen_leaves_keep_their_bits(wide):
     params = {
         "f32": np.float32(normal(16, 4)),
         "bf16": jnp.asarray(normal(16, 4), jnp.bfloat16),
@@ -75,7 +76,8 @@ def test_every_dtype_is_kept_and_frozen_leaves_keep_their_bits():
         "bool": np.arange(16) % 3 == 0,
         "zero gradient": np.float32(normal(16)),
     }
-    grads = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
+    # Wider gradients, as float32 accumulators give them, do not widen the state.
+    grads = jax.tree.map(lambda x: jnp.ones(x.shape, (wide and jnp.float32) or x.dtype), params)
     grads["zero gradient"] *= 0
     part = zerojax.partition(params, make_mesh("mesh8"))
     labels = {k: "freeze" if k == "frozen" else "train" for k in params}
@@ -207,10 +209,18 @@ def test_unplaced_parameters_do_not_drift():
         for _ in range(3):
             current, state, _ = step(current, state, 1.0)
     assert sum("step" in name for name in compiled) == 1
-    raw = jax.jit(tx.update)(params, tx.init(params), jax.tree.map(jnp.asarray, params))
-    for tree in (current, raw[0]):
+    raw = jax.tree.map(jnp.asarray, params)
+
+    @jax.jit
+    def plain_step(params, state):
+        grads = jax.grad(lambda p: sum(jnp.sum(x**3) for x in p.values()))(params)
+        updates, state = tx.update(grads, state, params)
+        return updates, optax.apply_updates(params, updates), state
+
+    *trees, state = plain_step(raw, tx.init(raw))
+    for tree in (current, *trees):
         assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(tree))
-    specs = [x.sharding.spec[0] for x in jax.tree.leaves(raw[1]) if x.ndim]
+    specs = [x.sharding.spec[0] for x in jax.tree.leaves(state) if x.ndim]
     assert specs == ["data"] * 4
 
 

@@ -330,7 +330,8 @@ GRADIENTS = {
     "a table that is not per example": (
         loss, (X, jnp.ones(32)), {}, "args[1]: dim 0 is 32", "tables of positions"),
     "a legacy key": (
-        loss, (X, jax.random.PRNGKey(0)), {}, "args[1]: looks like an old PRNG key", "jax.random.key"),
+        loss, (X, jax.random.PRNGKey(0)), {}, "args[1]: looks like an old PRNG key",
+        "jax.random.key"),
     "batch_specs: unknown axis": (
         loss, (X,), {"batch_specs": P("dp")}, "args[0]: P('dp',) names ['dp']",
         "the mesh has ('data',)"),

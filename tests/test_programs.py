@@ -225,6 +225,24 @@ def temp_bytes(lowered):
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
+def test_each_device_updates_its_shard_only():
+    """Under jit XLA decides; the constraints make it compute 1/N of the update on each device."""
+    part = big_plan()
+    flops = {}
+    for name, tx in {
+        "plain": optax.adamw(1e-3),
+        "zero": zerojax.zero(optax.adamw(1e-3), part),
+    }.items():
+        arrays = jax.tree.map(
+            lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=spec),
+            shapes(part), part.shardings(part.model_specs),
+        )  # fmt: skip
+        state = zerojax.abstract_state(tx, part)
+        compiled = jax.jit(tx.update).lower(arrays, state, arrays).compile()
+        flops[name] = compiled.cost_analysis()["flops"]
+    assert flops["zero"] == pytest.approx(flops["plain"] / 8, rel=0.01)
+
+
 @pytest.mark.parametrize("how", ["eager", "jit", "zerojax.init"])
 def test_init_never_holds_the_whole_state(how):
     part = big_plan()

@@ -78,12 +78,13 @@ def test_training_equals_one_device(x64, optimizer, stage, mesh, axis_type, grad
     step = zerojax.train_step(grad_fn, tx, part)
     batch = make_batch()
     abstract = zerojax.abstract_state(tx, part)
-    wanted_params, losses = expected(optimizer)
+    wanted_params, wanted_metrics = expected(optimizer)
     with compilations() as compiled:
-        for loss in losses:
+        for loss, norm in wanted_metrics:
             before = jax.tree.leaves((params, opt_state))
             params, opt_state, metrics = step(params, opt_state, *batch)
             assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-12)
+            assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-11)
             assert_same_shardings(opt_state, abstract)
             for leaf, x in zip(part.leaves, jax.tree.leaves(params), strict=True):
                 want = NamedSharding(part.mesh, leaf.model_spec)
