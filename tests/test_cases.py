@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax import numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -198,7 +199,7 @@ def test_hsdp_equals_flat_sharding_equals_one_device(x64, accumulate):
 
 
 def test_unplaced_parameters_do_not_drift():
-    """Raw arrays under jit: they come back replicated, not in XLA's idea of a sharding."""
+    """Raw parameters beside a placed batch come back replicated, not as XLA likes them best."""
     params = {"w": np.float32(normal(16, 4)), "odd": np.float32(normal(13, 5))}
     part = zerojax.partition(params, make_mesh("mesh8"))
     tx = zerojax.zero(optax.adam(1e-2), part)
@@ -212,12 +213,13 @@ def test_unplaced_parameters_do_not_drift():
     raw = jax.tree.map(jnp.asarray, params)
 
     @jax.jit
-    def plain_step(params, state):
-        grads = jax.grad(lambda p: sum(jnp.sum(x**3) for x in p.values()))(params)
+    def plain_step(params, state, x):
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["w"]) @ p["odd"][:4]) ** 2))(params)
         updates, state = tx.update(grads, state, params)
         return updates, optax.apply_updates(params, updates), state
 
-    *trees, state = plain_step(raw, tx.init(raw))
+    x = jax.device_put(normal(32, 16), NamedSharding(part.mesh, P("data")))
+    *trees, state = plain_step(raw, tx.init(raw), x)
     for tree in (current, *trees):
         assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(tree))
     specs = [x.sharding.spec[0] for x in jax.tree.leaves(state) if x.ndim]
