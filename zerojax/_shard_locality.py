@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core
+import numpy as np
+from jax import numpy as jnp
 from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh
 
@@ -60,26 +63,41 @@ def not_shard_local(
     """
     try:
         with tracing_on(mesh):
-            jaxpr, on_shard = (jax.make_jaxpr(fn)(*args).jaxpr for args in (whole, shard))
+            jaxpr, on_shard = (jax.make_jaxpr(fn)(*args) for args in (whole, shard))
     except Exception as error:  # a ShardingTypeError, or what its author made of it
-        return [f"it cannot be traced on sharded arrays: {str(error).splitlines()[0]}"]
+        text = next(iter(str(error).splitlines()), "")
+        return [f"it cannot be traced on sharded arrays: {type(error).__name__}: {text}"]
     walk = _Walk(frozenset(axes))
-    walk.run(jaxpr, [frozenset()] * len(jaxpr.invars))
+    walk.run(jaxpr, [frozenset()] * len(jaxpr.jaxpr.invars))
     problems = list(dict.fromkeys(walk.problems))
-    if not problems:
-        pairs = itertools.zip_longest(_operations(jaxpr), _operations(on_shard))
-        problems += [
-            f"{one} on the whole array, {other} on a shard: it depends on the size of a sharded dim"
-            for one, other in pairs
-            if one != other
-        ][:1]
-    return problems
+    return problems or list(itertools.islice(_size_dependent(jaxpr, on_shard), 1))
+
+
+def _size_dependent(whole: Any, shard: Any) -> Iterator[str]:
+    """Numbers that Python code computed from the size of a sharded dim."""
+    for one, other in itertools.zip_longest(whole.consts, shard.consts):
+        if one is not other and _differ(one, other):
+            yield "a constant depends on the size of a sharded dim"
+    for one, other in itertools.zip_longest(_operations(whole.jaxpr), _operations(shard.jaxpr)):
+        if one != other:
+            yield (
+                f"{one} on the whole array, {other} on a shard: it depends on the size of a "
+                "sharded dim"
+            )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, jax.core.Tracer) or np.shape(one) != np.shape(other):
+        return True
+    key = jnp.issubdtype(one.dtype, jax.dtypes.extended)
+    return not key and not np.array_equal(one, other)
 
 
 def _operations(jaxpr: Any) -> Iterator[str]:
     """Each primitive with the numbers that it is given."""
     for eqn in jaxpr.eqns:
         numbers = [str(a.val) for a in eqn.invars if isinstance(a, jex_core.Literal)]
+        numbers += [str(x) for x in eqn.params.values() if isinstance(x, int | float)]
         yield f"{eqn.primitive.name}({', '.join(numbers)})"
         for inner in jex_core.jaxprs_in_params(eqn.params):
             yield from _operations(inner)
@@ -120,7 +138,7 @@ class _Walk:
     def _primitive(self, eqn: Any, constant_in: list[Dims]) -> list[Dims]:
         name = eqn.primitive.name
         operands = [
-            (atom.aval, self._sharded(atom.aval), constant)
+            (atom.aval, self._sharded(atom.aval), constant | _dims_of_size_one(atom.aval))
             for atom, constant in zip(eqn.invars, constant_in, strict=True)
         ]
         axes_in = {axis for _, sharded, _ in operands for axis in sharded}
@@ -138,10 +156,11 @@ class _Walk:
                     same_dim = name in _ELEMENTWISE and dim in constant
                     if not (axis in sharded or same_dim or len(constant) == aval.ndim):
                         self._report(eqn, f"an operand that varies is not sharded over {axis!r}")
-        if axes_in and name not in _ELEMENTWISE | _TYPED:
-            dim = eqn.params.get(_ALONG.get(name, ""))
-            if dim is None or any(dim in sharded.values() for _, sharded, _ in operands):
-                self._report(eqn, "it is not known to act on each shard alone")
+        mixed = _mixed_dims(eqn)
+        if axes_in and (
+            mixed is None or any({*mixed} & {*sharded.values()} for _, sharded, _ in operands)
+        ):
+            self._report(eqn, "it is not known to act on each shard alone")
         return [constant_out] * len(eqn.outvars)
 
     def _sharded(self, aval: Any) -> dict[str, int]:
@@ -152,6 +171,28 @@ class _Walk:
     def _report(self, eqn: Any, why: str) -> None:
         types = ", ".join(atom.aval.str_short(short_dtypes=True) for atom in eqn.invars)
         self.problems.append(f"{eqn.primitive.name}({types}): {why}")
+
+
+def _dims_of_size_one(aval: Any) -> Dims:
+    return frozenset(dim for dim, size in enumerate(aval.shape) if size == 1)
+
+
+def _mixed_dims(eqn: Any) -> Iterable[int] | None:
+    """The dims along which an equation moves or combines elements; `None` if that is not known."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _ELEMENTWISE | _TYPED:
+        return ()
+    if name in _ALONG:
+        one_part = name in ("concatenate", "split") and len(eqn.invars) == len(eqn.outvars)
+        return () if one_part else (params[_ALONG[name]],)
+    if name == "rev":
+        return params["dimensions"]
+    if name == "pad":
+        return [dim for dim, config in enumerate(params["padding_config"]) if any(config)]
+    if name == "slice":
+        sizes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        return [dim for dim, (whole, part) in enumerate(zip(*sizes, strict=True)) if whole != part]
+    return None
 
 
 def _constant_out(eqn: Any, operands: list[tuple[Any, dict[str, int], Dims]]) -> Dims:

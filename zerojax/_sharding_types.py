@@ -162,11 +162,13 @@ def _decode_by_shape(
     def decode(before: jax.ShapeDtypeStruct, after: jax.ShapeDtypeStruct) -> P | None:
         if before.ndim != after.ndim:
             return None
-        dims, stays_whole = [], False
+        dims, used, stays_whole = [], set(), False
         for a, b in zip(before.shape, after.shape, strict=True):
             n, axes, whole = followed.get(b - a, (None, (), False))
-            dims.append(axes if n == a else ())
             stays_whole |= n == a and whole
+            # Two dims may follow one (galore's square): an axis shards the first.
+            dims.append(axes if n == a and not used.intersection(axes) else ())
+            used.update(dims[-1])
         return to_spec(dims) if any(dims) or stays_whole else None
 
     return [decode(a, b) for a, b in zip(flat, flat_moved, strict=True)]

@@ -43,7 +43,8 @@ def zero(
 
     State leaves have the tree and the shapes that `inner` gives them, padded where
     `print(part)` says so. `inner` does not see integer and bool parameters; their update is zero.
-    Gradients are cast to the dtype of their parameter.
+    Gradients are cast to the dtype of their parameter. Give it placed parameters (`part.place`):
+    where neither they nor the batch have a sharding, XLA may choose one for them.
 
     Args:
       inner: the transformation whose state is sharded.
@@ -90,8 +91,12 @@ def zero(
         check_leaves(part, params, "zero.init")
         params = _hide_untrainable(part, params)
         if any(map(on_twin, jax.tree.leaves(params))):
-            state = inner.init(part.map(lambda leaf, x: reshard(x, leaf.shard_spec), params))
-            return jax.tree.map(lambda leaf, x: reshard(x, leaf.spec), layout(params), state)
+            leaves = layout(params)
+            try:
+                state = inner.init(part.map(lambda leaf, x: reshard(x, leaf.shard_spec), params))
+            except Exception:  # an init that refuses the twin's types; nothing else matters there
+                state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), leaves)
+            return jax.tree.map(lambda leaf, x: reshard(x, leaf.spec), leaves, state)
         if is_manual(part, "zero.init"):
             shards = part.map(take, params)
             state = inner.init(shards)
