@@ -1,14 +1,14 @@
-"""The fixed tree of parameters with its plan, and every optimizer that optax has.
+"""The fixed tree of parameters, every optimizer that optax has, and a training of one with it.
 
-The plan is written down by hand, for eight devices on one axis. Sizes of sharded dims differ from
-each other and from those of the other dims, so that a mix-up shows.
+The plan of the tree is written down by hand, for eight devices on one axis. Sizes of sharded dims
+differ from each other and from those of the other dims, so that a mix-up shows.
 """
 
 import functools
 import inspect
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,14 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.conftest import make_mesh
 
 DEVICES = 8
+STEPS = 3
+TIGHT = 1e-12
+# 16-bit leaves: XLA keeps more bits inside a fusion and rounds to 8 between them, and fuses
+# differently on shards. A few such roundings, of 2**-9 each, separate two runs.
+SIXTEEN = 8 * 2.0**-9
 
 
 class Norm(NamedTuple):
@@ -123,6 +129,12 @@ ARGUMENTS = {
 }
 # The extra arguments that are not those of a line search, which refuses one that it does not know.
 EXTRA = {"sophia": ["obj_fn"], "sam": []}
+# Compiled as a whole also by the tests that run plain optax step by step: loops and conditionals
+# compile anew at every eager call.
+LOOPS = {
+    "apply_if_finite", "conditionally_mask", "conditionally_transform", "galore", "lbfgs",
+    "MultiSteps", "MultiSteps, skipping", "muon", "reduce_on_plateau", "sophia",
+}  # fmt: skip
 # Leaves that plain optax cannot take.
 REFUSED = {
     "muon": {"empty": ZeroDivisionError},
@@ -188,6 +200,9 @@ def transformations(*leaves: str) -> dict[str, Callable[[], optax.GradientTransf
         "flatten": lambda: optax.flatten(adam()),
         "freeze": lambda: with_sgd(optax.freeze(odd)),
         "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(0.1),
+        "inject_hyperparams, array": lambda: optax.inject_hyperparams(optax.sgd)(
+            jnp.asarray(0.1), momentum=0.9
+        ),
         "inject_hyperparams, schedule": lambda: optax.inject_hyperparams(optax.adamw)(
             optax.linear_schedule(0.0, 0.1, 3), weight_decay=0.1
         ),
@@ -219,3 +234,93 @@ def transformations(*leaves: str) -> dict[str, Callable[[], optax.GradientTransf
         "zero_nans": lambda: with_sgd(optax.zero_nans()),
         "zerojax.clip_by_global_norm": lambda: with_sgd(zerojax.clip_by_global_norm(0.1)),
     }
+
+
+@functools.lru_cache(maxsize=8)
+def make_update(name: str, tx: optax.GradientTransformation, objective: Any, jit: bool) -> Any:
+    """`update(grads, state, params, value, targets)`, with the extra arguments that `tx` knows."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, state: Any, params: Any, value: Any, targets: Any) -> Any:
+        function = functools.partial(objective, targets=targets)
+        extra = {"value": value, "grad": grads, "value_fn": function, "obj_fn": function}
+        names = EXTRA.get(name, ["value", "grad", "value_fn"])
+        return tx.update(grads, state, params, **{key: extra[key] for key in names})
+
+    return jax.jit(update) if jit else update
+
+
+def train(
+    name: str,
+    tx: optax.GradientTransformation,
+    params: Any,
+    all_targets: Any,
+    *,
+    jit: bool,
+    values: Any = None,
+    objective: Any = loss,
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields updates, state and parameters after each step.
+
+    Args:
+      name: of the optimizer.
+      tx: the optimizer.
+      params: numpy or placed arrays.
+      all_targets: for each step what is subtracted from `params` for a gradient.
+      jit: whether the update is compiled as a whole.
+      values: the loss of each step; by default that of `trees.loss`.
+      objective: the function that line searches call.
+    """
+    state, update = tx.init(params), make_update(name, tx, objective, jit)
+    for step, targets in enumerate(all_targets):
+        grads = jax.tree.map(lambda p, t: jnp.asarray(np.asarray(p) - t), params, targets)
+        hidden = hide_integers(targets)
+        value = values[step] if values else np.float64(loss(hide_integers(params), hidden))
+        updates, state = update(grads, state, params, value, hidden)
+        params = optax.apply_updates(params, updates)
+        yield updates, state, params
+
+
+def assert_close(plain: Any, ours: Any, what: str) -> None:
+    """Leaf by leaf, without the padding; leaves of 16 bits have a tolerance of their own."""
+    plain, ours = (dict(jax.tree.leaves_with_path(tree)) for tree in (plain, ours))
+    assert plain.keys() == ours.keys()
+    for path, want in plain.items():
+        got = ours[path]
+        assert got.dtype == want.dtype, path
+        if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+            got, want = map(jax.random.key_data, (got, want))
+        got = np.asarray(got)[tuple(slice(n) for n in want.shape)].astype(np.float64)
+        limit = SIXTEEN if want.dtype == jnp.bfloat16 else TIGHT
+        np.testing.assert_allclose(
+            got, np.asarray(want, np.float64), limit, limit, err_msg=f"{what} {path}"
+        )
+
+
+def compare(
+    name: str,
+    plain: optax.GradientTransformation,
+    ours: Callable[[zerojax.Partition], optax.GradientTransformation],
+    params: Any,
+    poisoned: bool = False,
+) -> list[tuple[Any, Any]]:
+    """Three steps of plain optax on one device, and of `ours` on eight; returns the states."""
+    targets = [random_like(params, seed) for seed in range(1, STEPS + 1)]
+    if poisoned:
+        targets[1]["odd"][4, 3] = np.nan
+    part, hidden = (
+        zerojax.partition(params, make_mesh("mesh8")),
+        [hide_integers(t) for t in targets],
+    )
+    whole, placed = jax.tree.map(jnp.asarray, hide_integers(params)), part.place(params)
+    states = []
+    for wanted, got in zip(
+        train(name, plain, whole, hidden, jit=name in LOOPS),
+        train(name, ours(part), placed, targets, jit=True),
+        strict=True,
+    ):
+        for what, a, b in zip(["update", "state", "params"], wanted, got, strict=True):
+            assert_close(a, b if what == "state" else hide_integers(b), f"{what} {len(states)}")
+        assert "ids" not in params or np.array_equal(got[2]["ids"], params["ids"])
+        states.append((wanted[1], got[1]))
+    return states
