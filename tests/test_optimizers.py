@@ -23,7 +23,7 @@ from trees import (
     compare,
     hide_integers,
     loss,
-    make_small,
+    make_few,
     make_tree,
     optimizers,
     random_like,
@@ -54,21 +54,33 @@ def assert_sharded(plain_state, state):
         jax.tree.leaves_with_path(plain_state), jax.tree.leaves_with_path(state), strict=True
     ):
         path = jax.tree_util.keystr(path)
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            want = elements_per_device(plain.shape) * x.dtype.itemsize
-            held = {shard.data.nbytes for shard in x.addressable_shards}
-            assert held == {want}, (path, x.shape, x.sharding.spec)
-        for leaf_path, leaf in LEAVES.items():
-            if path.endswith(leaf_path) and plain.shape == leaf.shape:
-                where = jax.NamedSharding(x.sharding.mesh, leaf.spec)
-                assert x.sharding.is_equivalent_to(where, x.ndim), (path, x.sharding.spec)
-                assert x.shape == (leaf.stored or leaf.shape), path
+        leaf = next((leaf for end, leaf in LEAVES.items() if path.endswith(end)), None)
+        if leaf and plain.shape == leaf.shape:
+            where = jax.NamedSharding(x.sharding.mesh, leaf.spec)
+            assert x.sharding.is_equivalent_to(where, x.ndim), (path, x.sharding.spec)
+            assert x.shape == (leaf.stored or leaf.shape), path
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            continue
+        stays_whole = leaf and leaf.spec == P()  # so does what follows it, such as a history
+        elements = plain.size if stays_whole else elements_per_device(plain.shape)
+        held = {shard.data.nbytes for shard in x.addressable_shards}
+        assert held == {elements * x.dtype.itemsize}, (path, x.shape, x.sharding.spec)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "dpsgd"])
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        # One of each kind; "odd" is the matrix.
+        ["stack", "bias", "scalar", "empty", "odd", "half", "ids"],
+        pytest.param(list(make_tree()), marks=pytest.mark.full),
+    ],
+    ids=["small", "whole"],
+)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # optimistic_adam
-def test_every_optimizer_equals_plain_optax(x64, name):
-    params = make_small(*REFUSED.get(name, ()), *LEFT_OUT.get(name, ()))
+def test_every_optimizer_equals_plain_optax(x64, name, leaves):
+    without = [*REFUSED.get(name, ()), *LEFT_OUT.get(name, ())]
+    params = make_few(leaves, without)
     tx = OPTIMIZERS[name]()
     for plain, state in compare(name, tx, functools.partial(zerojax.zero, tx), params):
         assert_sharded(plain, state)
@@ -90,7 +102,7 @@ INGREDIENTS = {
     ],
 )
 def test_every_wrapper_equals_plain_optax(x64, name):
-    params = make_small(*set(SMALL).difference(FEW))
+    params = make_few(FEW)
     tx = TRANSFORMATIONS[name]()
     ours = functools.partial(zerojax.zero, tx)
     for plain, state in compare(name, tx, ours, params, name in POISONED):
@@ -122,7 +134,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_zero_inside_of_a_wrapper_equals_plain_optax(x64, name):
     # What stands outside of zero sees integer leaves as plain optax does.
-    params = {key: x for key, x in make_small().items() if key in MATRIX_ONLY}
+    params = make_few(MATRIX_ONLY)
     compose = OUTSIDE[name]
 
     def ours(part):
@@ -137,7 +149,7 @@ def test_zero_inside_of_a_wrapper_equals_plain_optax(x64, name):
 
 def test_lookahead_outside_of_zero(x64):
     """Its parameters are two trees, of which the optimizer and so `zero` sees the first."""
-    params = {key: x for key, x in make_small().items() if key in MATRIX_ONLY}
+    params = make_few(MATRIX_ONLY)
     part = zerojax.partition(params, make_mesh("mesh8"))
 
     def run(tx, params):
@@ -157,7 +169,7 @@ def test_lookahead_outside_of_zero(x64):
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated:DeprecationWarning')
 def test_per_example_gradients_are_aggregated_outside_of_zero(x64):
     """What dpsgd takes has one dim more, and is not the gradients of the partition."""
-    params = {"matrix": make_small()["matrix"]}
+    params = make_few(["matrix"])
     part = zerojax.partition(params, make_mesh("mesh8"))
     examples = [random_like({"matrix": np.zeros((4, 24, 16))}, seed) for seed in range(STEPS)]
     private = functools.partial(
@@ -192,7 +204,7 @@ def test_no_optimizer_is_missing():
 def test_plain_optax_refuses_the_leaves_left_out(x64, name):
     """Otherwise they would have to be in the tables above."""
     for leaf, error in REFUSED[name].items():
-        params = hide_integers(make_small(*set(REFUSED[name]) - {leaf}))
+        params = hide_integers(make_few(set(SMALL) - set(REFUSED[name]) | {leaf}))
 
         def run(params):
             tx = optax.with_extra_args_support(OPTIMIZERS[name]())
@@ -241,11 +253,12 @@ def make_step(tx, traces):
 @pytest.mark.parametrize(
     "name, axis_type",
     [
-        *((name, AxisType.Auto) for name in FULL),
+        ("adamw", AxisType.Auto),
         ("adamw", AxisType.Explicit),
         *(
-            pytest.param(name, AxisType.Explicit, marks=pytest.mark.full)
-            for name in FULL.keys() - {"adamw"}
+            pytest.param(name, axis_type, marks=pytest.mark.full)
+            for name in ["adafactor", "lion", "muon", "sgd"]
+            for axis_type in [AxisType.Auto, AxisType.Explicit]
         ),
     ],
 )
@@ -319,7 +332,7 @@ def test_init_is_the_same_from_anywhere(x64, how):
 
 
 def test_optax_maps_over_the_state_of_zero(x64):
-    params = make_small()
+    params = make_few(SMALL)
     part = zerojax.partition(params, make_mesh("mesh8"))
     tx = zerojax.zero(adam(), part)
     state = tx.init(part.place(params))
