@@ -48,7 +48,8 @@ FEWER = "{} elements are fewer than 8 shards"
 LEAVES = {
     "['matrix']": Leaf((24, 16), P("data", None)),  # the larger of two dims that divide
     "['stack']": Leaf((3, 5, 40), P(None, None, "data")),
-    # The same array object at two places: two leaves from the first update on, in optax as here.
+    # Tied: the same array object at two places, two leaves from the first update on, in optax as
+    # here. (One leaf that the loss uses twice is one leaf to an optimizer; `models.py` has that.)
     "['tied']['embed']": Leaf((6, 64), P(None, "data")),
     "['tied']['head']": Leaf((6, 64), P(None, "data")),
     "['bias']": Leaf((32,), P("data")),
