@@ -35,7 +35,17 @@ LAYOUTS = {  # shape of the parameter, and the dim that is sharded
     "vector": ((8,), 0),
     "large": ((256, 128), 0),  # also a shard is so large that adafactor factors its moments
 }
-OPTIMIZERS = {k: v for k, v in optimizers().items() if k != "dpsgd"} | transformations("matrix")
+# Updates that know the number of rows, from which no type tells a shard's.
+FAN_IN = {
+    "fan-in, number": lambda u, p: u / p.shape[0],
+    "fan-in, constant": lambda u, p: u * np.full((1,) * p.ndim, 1 / p.shape[0]),
+    "fan-in, loop": lambda u, p: jax.lax.fori_loop(0, p.shape[0], lambda _, x: 0.9 * x, u),
+}
+OPTIMIZERS = (
+    {name: make for name, make in optimizers().items() if name != "dpsgd"}
+    | transformations("matrix")
+    | {name: functools.partial(optax.stateless_with_tree_map, f) for name, f in FAN_IN.items()}
+)
 # Right on shards by its own doing, which naive optax is not.
 OURS = "zerojax.clip_by_global_norm"
 
@@ -129,6 +139,7 @@ KNOWN = {
     **{name: dict.fromkeys(LAYOUTS, True) for name in ANYWHERE},
     **{name: dict.fromkeys(LAYOUTS, False) for name in NOWHERE},
     OURS: dict.fromkeys(LAYOUTS, True),
+    **{name: {"rows": False, "columns": True, "stack": True, "vector": False} for name in FAN_IN},
     # Reduces over all dims but the last, or but the first; or has vectors to itself.
     "adaptive_grad_clip": {"rows": False, "columns": True, "stack": True, "vector": False},
     "centralize": {"rows": True, "columns": False, "stack": False, "vector": True},
