@@ -236,3 +236,16 @@ def test_microbatches_of_an_argument_split_on_another_dim():
     chex.assert_trees_all_close(grad_fn(params, x), want, rtol=1e-5)
     with pytest.raises(ValueError, match=r"dim 0 of \(6, 16, 8\) .* x 4 microbatches"):
         zerojax.value_and_grad(loss, part, accumulate=4, batch_specs=P(None, "data"))(params, x)
+
+
+def test_an_old_key_may_be_shared_by_all_devices():
+    part, params = linear()
+    key = jax.random.key_data(jax.random.key(0))
+
+    def loss(params, x, key):
+        return jnp.mean((x @ params["w"]) ** 2) + 0 * key[0].astype(jnp.float32)
+
+    x = jnp.ones((16, 8))
+    got = zerojax.value_and_grad(loss, part, batch_specs=(None, P()))(params, x, key)
+    want = jax.value_and_grad(loss)({"w": jnp.ones((8, 4))}, x, key)
+    chex.assert_trees_all_close(got, want, rtol=1e-5)

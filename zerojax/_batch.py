@@ -82,7 +82,7 @@ def plan_batch(part: Partition, args: tuple[Any, ...], batch_specs: Any, accumul
         except (ValueError, TypeError) as error:
             problems.append(f"  {name}: {error}")
             continue
-        if shape == (2,) and jnp.result_type(x) == jnp.uint32:
+        if default and shape == (2,) and jnp.result_type(x) == jnp.uint32:
             problems.append(f"  {name}: looks like an old PRNG key; pass a typed jax.random.key")
         elif default and shape:
             sizes[name] = shape[0]

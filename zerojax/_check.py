@@ -80,15 +80,12 @@ def check(
     value, grads = value_and_grad(loss_fn, part, **options)(params, *args)
     loss = value[0] if has_aux else value
 
-    def on_batch(trainable: list[Any], flat: list[Any], args: Any) -> Any:
+    def on_batch(trainable: list[Any], flat: list[Any], args: Any, arg_specs: Any) -> Any:
         every = iter(trainable)
         pairs = zip(part.leaves, flat, strict=True)
         leaves = [next(every) if leaf.trainable else x for leaf, x in pairs]
-        specs = plan_batch(part, args, batch_specs, 1).specs
-        typed_loss = as_typed(
-            loss_fn, part.mesh, part.model_axes,
-            (part.model_specs, *jax.tree.structure(args).unflatten(specs)),
-        )  # fmt: skip
+        specs = (part.model_specs, *arg_specs)
+        typed_loss = as_typed(loss_fn, part.mesh, part.model_axes, specs)
         out = typed_loss(part.treedef.unflatten(leaves), *args)
         out = out[0] if has_aux else out
         return out[0] / out[1] if reduction == "weighted" else out
@@ -99,7 +96,8 @@ def check(
         flat = [constrain(part.mesh, x, spec) for x, spec in zip(flat, specs, strict=True)]
         leaves = jax.tree.leaves(params)
         trainable = [x for leaf, x in zip(part.leaves, leaves, strict=True) if leaf.trainable]
-        return jax.value_and_grad(on_batch)(trainable, leaves, treedef.unflatten(flat))
+        args, arg_specs = treedef.unflatten(flat), treedef.unflatten(specs)
+        return jax.value_and_grad(on_batch)(trainable, leaves, args, arg_specs)
 
     trainable = [leaf for leaf in part.leaves if leaf.trainable]
     global_loss, global_grads = run_globally(

@@ -116,14 +116,16 @@ def zero(
             _check_same_tree(updates, params)
         whole, structure = updates, jax.tree.structure(updates)
         updates = _hide_untrainable(part, updates)
-        params = None if params is None else _hide_untrainable(part, params)
+        params = _hide_untrainable(part, params)
         leaves = layout(updates if params is None else params)
         for name, value in extra.items():
             if jax.tree.structure(value) == structure and not callable(value):  # such as grad=
                 extra[name] = _hide_untrainable(part, value)
         arrays, functions = _split_callables(extra)
         if is_manual(part, "zero.update"):
-            problems = [f"  {line}" for line in not_local(updates, leaves, params, extra)]
+            problems = [
+                f"  {line}" for line in not_local(updates, leaves, params, arrays, functions)
+            ]
             if problems and params is None:
                 problems.append("  update was called without params; does it need them?")
             raise_all(
@@ -134,10 +136,7 @@ def zero(
             )
             _check_state(part, leaves, state, "zero.update")
             shards = reduce_to_shards(part, updates, local_gradients)
-            own = params
-            if params is not None:
-                own = part.map(take, params)
-            updates, state = inner.update(shards, state, own, **extra)
+            updates, state = inner.update(shards, state, part.map(take, params), **extra)
             updates = part.map(_collectives.gather, updates)
         elif any(map(on_twin, jax.tree.leaves(updates))):
             updates, state = inner.update(updates, state, params, **extra)
@@ -158,10 +157,9 @@ def zero(
     ) -> tuple[Any, Any]:
         leaves = layout(updates if params is None else params)
         updates = part.map(functools.partial(_to_shard, part), updates)
-        if params is not None:
-            # First to the specs where they live: XLA must not move unplaced parameters elsewhere.
-            params = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), params)
-            params = part.map(functools.partial(_to_shard, part), params)
+        # First to the specs where they live: XLA must not move unplaced parameters elsewhere.
+        params = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), params)
+        params = part.map(functools.partial(_to_shard, part), params)
         state = jax.tree.map(
             lambda leaf, x: _collectives.to_natural(part, x, leaf.shape, leaf.spec), leaves, state
         )
@@ -170,11 +168,12 @@ def zero(
         updates = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), updates)
         return updates, _store(part, leaves, state)
 
-    def not_local(updates: Any, leaves: Any, params: Any, extra: Any) -> list[str]:
+    def not_local(
+        updates: Any, leaves: Any, params: Any, arrays: Any, functions: dict[str, Any]
+    ) -> list[str]:
         manual = manual_axes()
         if axes_size(part.mesh, manual) == 1:
             return []
-        arrays, functions = _split_callables(extra)
         arrays = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), arrays
         )
