@@ -4,18 +4,24 @@ from zerojax._check import CheckReport, check
 from zerojax._collectives import clip_by_global_norm, global_norm
 from zerojax._gradients import GradientFunction, value_and_grad
 from zerojax._leaf_plan import LeafPlan
+from zerojax._loss_scale import LossScaleState, dynamic_loss_scale
+from zerojax._master import MasterState
 from zerojax._partition import Partition, partition
-from zerojax._train import init, train_step
+from zerojax._train import TrainStep, init, train_step
 from zerojax._zero import abstract_state, zero
 
 __all__ = [
     "CheckReport",
     "GradientFunction",
     "LeafPlan",
+    "LossScaleState",
+    "MasterState",
     "Partition",
+    "TrainStep",
     "abstract_state",
     "check",
     "clip_by_global_norm",
+    "dynamic_loss_scale",
     "global_norm",
     "init",
     "partition",

@@ -75,7 +75,6 @@ def reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None)
                 shard = g
             elif pending:
                 g = lax.psum(g, tuple(a for a in part.data_axes if a in pending))
-        g = _collectives.take(part, leaf, leaf, g) if shard is None else g
-        return g.astype(leaf.dtype)
+        return _collectives.take(part, leaf, leaf, g) if shard is None else g
 
     return part.map(reduce, updates)

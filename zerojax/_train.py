@@ -1,5 +1,6 @@
 """The two functions around an optimizer: sharded initialisation and the training step."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax._collectives import norm_of_shards
 from zerojax._contexts import constrain, run_globally
 from zerojax._gradients import GradientFunction
+from zerojax._loss_scale import check_floor, find_loss_scale
+from zerojax._master import round_wider
 from zerojax._partition import Partition, check_tree
 from zerojax._zero import abstract_state
 
@@ -25,7 +28,8 @@ def init(
     wherever XLA likes.
 
     Args:
-      init_fn: `(*args) -> params`, such as a flax module's `init`.
+      init_fn: `(*args) -> params`, such as a flax module's `init`. It may make leaves in a wider
+        floating dtype than planned: they are rounded, and masters keep the unrounded values.
       tx: a transformation that contains `zerojax.zero`.
       part: the plan, made from `jax.eval_shape(init_fn, *args)`.
 
@@ -47,12 +51,16 @@ def init(
     """
 
     def run(*args: Any) -> tuple[Any, Any]:
-        params = init_fn(*args)
-        check_tree(part, params, "init")
+        made = init_fn(*args)
+        check_tree(part, round_wider(part, made), "init")
         # Made in shards and then gathered: each device makes 1/N, and needs no more memory for it.
-        params = _constrain(part, params, part.shard_specs)
-        params = _constrain(part, params, part.param_specs)
-        return params, _constrain(part, tx.init(params), _state_specs(tx, part))
+        made = _constrain(part, made, part.shard_specs)
+        params = _constrain(part, round_wider(part, made), part.param_specs)
+        # What stands around `zero` makes its state in the dtypes that it sees.
+        opt_state = jax.tree.map(
+            lambda like, x: jnp.asarray(x, like.dtype), abstract_state(tx, part), tx.init(made)
+        )
+        return params, _constrain(part, opt_state, _state_specs(tx, part))
 
     def call(*args: Any) -> tuple[Any, Any]:
         specs = (part.param_specs, _state_specs(tx, part))
@@ -61,9 +69,28 @@ def init(
     return call
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainStep:
+    """What `train_step` returns: call it with `(params, opt_state, *args)`.
+
+    Attributes:
+      jitted: the step as `jax.jit` made it.
+    """
+
+    jitted: Any
+
+    def __call__(self, params: Any, opt_state: Any, *args: Any) -> Any:
+        check_floor(opt_state)
+        return self.jitted(params, opt_state, *args)
+
+    def lower(self, *args: Any) -> Any:
+        """The lowered step, for arrays or `jax.ShapeDtypeStruct`s."""
+        return self.jitted.lower(*args)
+
+
 def train_step(
     grad_fn: Callable[..., Any], tx: optax.GradientTransformation, part: Partition
-) -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
+) -> TrainStep:
     """The whole training step: gradients, their norm, the update; jitted, with donated buffers.
 
     Args:
@@ -75,10 +102,14 @@ def train_step(
     Returns:
       The jitted `step(params, opt_state, *args) -> (params, opt_state, metrics)`. It donates
       `params` and `opt_state`. `metrics` has the scalars "loss" and "grad_norm" (of the whole
-      gradient, before any clipping), and "aux" if `grad_fn` returns it.
+      gradient, before any clipping), and "aux" if `grad_fn` returns it; with
+      `zerojax.dynamic_loss_scale` also "loss_scale" and "skipped" as `opt_state` now holds them.
 
     Raises:
-      ValueError: `grad_fn` was made for another partition.
+      ValueError: `grad_fn` was made for another partition; or, when called, `opt_state` holds more
+        than one loss scale.
+      TypeError: when called: `opt_state` holds a loss scale, and `grad_fn` cannot scale its loss.
+      FloatingPointError: when called: the loss scale reached its floor in an earlier step.
 
     >>> import optax
     >>> part = zerojax.partition({"w": jnp.zeros(16)}, jax.make_mesh((8,), ("data",)))
@@ -98,8 +129,14 @@ def train_step(
             "value_and_grad, zero and train_step."
         )
 
-    def gradients(params: Any, *args: Any) -> Any:
-        result = grad_fn(params, *args)
+    def gradients(params: Any, opt_state: Any, *args: Any) -> Any:
+        state = find_loss_scale(opt_state)
+        if state and not ours:
+            raise TypeError(
+                "train_step: the optimizer is wrapped in dynamic_loss_scale, and only a grad_fn "
+                f"from zerojax.value_and_grad can scale its loss; got {grad_fn!r}."
+            )
+        result = grad_fn(params, *args, **({"loss_scale": state.scale} if state else {}))
         pair = isinstance(result, tuple) and len(result) == 2
         if not pair or jax.tree.structure(result[1]) != part.treedef:
             raise TypeError(
@@ -119,28 +156,33 @@ def train_step(
         metrics = {"loss": loss, "grad_norm": norm_of_shards(part, grads)}
         metrics |= {"aux": aux[0]} if aux else {}
         updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads)
+        if state := find_loss_scale(opt_state):
+            metrics |= {"loss_scale": state.scale, "skipped": state.skipped}
         params = _constrain(part, optax.apply_updates(params, updates), part.param_specs)
         return params, _constrain(part, opt_state, _state_specs(tx, part)), metrics
 
     def run(params: Any, opt_state: Any, args: Any) -> Any:
-        return apply(params, opt_state, *gradients(params, *args))
+        return apply(params, opt_state, *gradients(params, opt_state, *args))
 
     def step(params: Any, opt_state: Any, *args: Any) -> Any:
         check_tree(part, params, "train_step")
         metrics = {"loss": P(), "grad_norm": P()}
+        if find_loss_scale(opt_state):
+            metrics |= {"loss_scale": P(), "skipped": P()}
         specs = (part.param_specs, _state_specs(tx, part), metrics)
         if ours:  # one region: an uneven shard need not be gathered before the update
             if ours.aux_specs is not None:
                 metrics["aux"] = ours.aux_specs
             return run_globally(run, part.mesh, params, opt_state, args, out_specs=specs)
-        value, grads = gradients(params, *args)  # the loss sees the mesh's own axis types
+        # Outside of the region: the loss sees the mesh's own axis types.
+        value, grads = gradients(params, opt_state, *args)
         value, aux = value if isinstance(value, tuple) else (value, None)
         params, opt_state, metrics = run_globally(
             apply, part.mesh, params, opt_state, value, grads, out_specs=specs
         )
         return params, opt_state, metrics | ({} if aux is None else {"aux": aux})
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return TrainStep(jax.jit(step, donate_argnums=(0, 1)))
 
 
 def _state_specs(tx: optax.GradientTransformation, part: Partition) -> Any:

@@ -14,6 +14,7 @@ from zerojax import _collectives
 from zerojax._contexts import constrain, manual_axes, run_globally
 from zerojax._leaf_plan import LeafPlan
 from zerojax._manual import is_manual, reduce_to_shards
+from zerojax._master import is_wider, subtract_params, with_master, working_dtype
 from zerojax._partition import Partition
 from zerojax._shard_locality import not_shard_local
 from zerojax._sharding_types import (
@@ -31,6 +32,7 @@ def zero(
     inner: optax.GradientTransformation,
     part: Partition,
     *,
+    master_dtype: Any = None,
     local_gradients: Literal["mean", "sum"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Shards the state of an optax transformation over the data axes (ZeRO stage 1).
@@ -43,12 +45,21 @@ def zero(
 
     State leaves have the tree and the shapes that `inner` gives them, padded where
     `print(part)` says so. `inner` does not see integer and bool parameters; their update is zero.
-    Gradients are cast to the dtype of their parameter. Give it placed parameters (`part.place`):
-    where neither they nor the batch have a sharding, XLA may choose one for them.
+    Gradients are cast to the dtype of their parameter, or of its master. Give it placed parameters
+    (`part.place`): where neither they nor the batch have a sharding, XLA may choose one for them.
+    `init` also takes parameters in a wider dtype than planned: a master keeps their bits.
+
+    With `master_dtype`, `inner` works on a sharded copy of each lower-precision parameter, so that
+    steps smaller than the parameter's rounding add up. The new parameters are gathered in their
+    own dtype; the update is their distance in `master_dtype`, and `optax.apply_updates` lands on
+    the rounded master (but for a weight that one step makes thousands of times smaller, which
+    lands next to it until the step after). Put it last in a chain: what changes the update behind
+    it does not reach the master.
 
     Args:
       inner: the transformation whose state is sharded.
       part: the plan, from `zerojax.partition`.
+      master_dtype: of the master copies, normally float32; the state is then a `MasterState`.
       local_gradients: inside `jax.shard_map`, for gradients typed *varying* over a data axis:
         "mean" if each device holds the gradient of the mean over its own examples, "sum" if these
         gradients only have to be summed (a summed loss, or one divided by the global batch).
@@ -57,13 +68,15 @@ def zero(
       A `GradientTransformationExtraArgs`; extra arguments go to `inner`.
 
     Raises:
-      ValueError: from `init` and `update`: the tree differs from the partition's; or, inside
-        `jax.shard_map`, `inner` is not shard-local or `local_gradients` is needed.
+      ValueError: from `init` and `update`: the tree differs from the partition's; `update` needs
+        `params`; or, inside `jax.shard_map`, `inner` is not shard-local or `local_gradients` is
+        needed.
       TypeError: from `init` and `update`, inside `jax.shard_map(check_vma=False)`.
 
     References:
       Rajbhandari et al., "ZeRO", 2020, section 5.1; Xu et al., "Automatic Cross-Replica Sharding
-      of Weight Update in Data-Parallel Training", 2020, section 4.
+      of Weight Update in Data-Parallel Training", 2020, section 4; Micikevicius et al., "Mixed
+      Precision Training", 2018, section 3.1 (master copies).
 
     >>> import optax
     >>> params = {"w": jnp.ones((16, 4))}
@@ -76,6 +89,11 @@ def zero(
     if local_gradients not in (None, "mean", "sum"):
         raise ValueError(f"local_gradients must be 'mean' or 'sum', got {local_gradients!r}.")
     inner = optax.with_extra_args_support(inner)
+    if master_dtype is not None:
+        if not jnp.issubdtype(master_dtype, jnp.floating):
+            raise ValueError(f"master_dtype must be floating, as float32 is, got {master_dtype!r}.")
+        master_dtype = jax.dtypes.canonicalize_dtype(master_dtype)
+        inner = with_master(inner, part, master_dtype)
 
     @functools.lru_cache(maxsize=32)
     def layout_of(leaves: tuple[LeafPlan, ...], treedef: Any) -> Any:
@@ -87,8 +105,17 @@ def zero(
     def take(leaf: LeafPlan, x: jax.Array) -> jax.Array:
         return _collectives.take(part, leaf, leaf, x)
 
+    def cast(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        return x.astype(working_dtype(leaf, master_dtype))
+
+    def to_shard(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        return constrain(part.mesh, x, leaf.shard_spec)
+
+    def to_updates(updates: Any, state: Any, params: Any) -> Any:
+        return updates if master_dtype is None else subtract_params(updates, state, params)
+
     def init(params: Any) -> Any:
-        check_leaves(part, params, "zero.init")
+        check_leaves(part, params, "zero.init", wider=True)
         params = _hide_untrainable(part, params)
         if any(map(on_twin, jax.tree.leaves(params))):
             leaves = layout(params)
@@ -98,15 +125,14 @@ def zero(
                 state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), leaves)
             return jax.tree.map(lambda leaf, x: reshard(x, leaf.spec), leaves, state)
         if is_manual(part, "zero.init"):
-            shards = part.map(take, params)
-            state = inner.init(shards)
+            state = inner.init(part.map(cast, part.map(take, params)))
             _check_state(part, layout(params), state, "init of a transformation in a Manual region")
             return state
         specs = jax.tree.map(lambda leaf: leaf.spec, layout(params))
         return run_globally(init_globally, part.mesh, params, out_specs=specs)
 
     def init_globally(params: Any) -> Any:
-        state = inner.init(part.map(functools.partial(_to_shard, part), params))
+        state = inner.init(part.map(cast, part.map(to_shard, params)))
         return _store(part, layout(params), state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -114,6 +140,11 @@ def zero(
         check_leaves(part, params, "zero.update")
         if params is not None:
             _check_same_tree(updates, params)
+        elif master_dtype is not None:
+            raise ValueError(
+                "zero.update: with master_dtype the update is what leads from params to the "
+                "rounded master. Pass them: tx.update(grads, state, params)."
+            )
         whole, structure = updates, jax.tree.structure(updates)
         updates = _hide_untrainable(part, updates)
         params = _hide_untrainable(part, params)
@@ -135,11 +166,12 @@ def zero(
                 problems,
             )
             _check_state(part, leaves, state, "zero.update")
-            shards = reduce_to_shards(part, updates, local_gradients)
+            shards = part.map(cast, reduce_to_shards(part, updates, local_gradients))
             updates, state = inner.update(shards, state, part.map(take, params), **extra)
-            updates = part.map(_collectives.gather, updates)
+            updates = to_updates(part.map(_collectives.gather, updates), state, params)
         elif any(map(on_twin, jax.tree.leaves(updates))):
             updates, state = inner.update(updates, state, params, **extra)
+            updates = to_updates(updates, state, params)
         else:
             _check_state(part, leaves, state, "zero.update")
             specs = (
@@ -156,17 +188,17 @@ def zero(
         updates: Any, state: Any, params: Any, arrays: Any, **functions: Any
     ) -> tuple[Any, Any]:
         leaves = layout(updates if params is None else params)
-        updates = part.map(functools.partial(_to_shard, part), updates)
+        updates = part.map(cast, part.map(to_shard, updates))
         # First to the specs where they live: XLA must not move unplaced parameters elsewhere.
         params = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), params)
-        params = part.map(functools.partial(_to_shard, part), params)
+        shards = part.map(to_shard, params)
         state = jax.tree.map(
             lambda leaf, x: _collectives.to_natural(part, x, leaf.shape, leaf.spec), leaves, state
         )
-        updates, state = inner.update(updates, state, params, **arrays, **functions)
-        updates = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.shard_spec), updates)
+        updates, state = inner.update(updates, state, shards, **arrays, **functions)
+        updates = part.map(to_shard, updates)
         updates = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), updates)
-        return updates, _store(part, leaves, state)
+        return to_updates(updates, state, params), _store(part, leaves, state)
 
     def not_local(
         updates: Any, leaves: Any, params: Any, arrays: Any, functions: dict[str, Any]
@@ -240,8 +272,13 @@ def _abstract_leaves(
     return [abstract(leaf) for leaf in leaves], treedef
 
 
-def check_leaves(part: Partition, tree: Any, where: str, *, dtypes: bool = True) -> None:
-    """Raises unless every leaf of a tree, perhaps a subset of the parameters, is in the plan."""
+def check_leaves(
+    part: Partition, tree: Any, where: str, *, dtypes: bool = True, wider: bool = False
+) -> None:
+    """Raises unless every leaf of a tree, perhaps a subset of the parameters, is in the plan.
+
+    With `wider`, a leaf may also have a wider floating dtype than planned.
+    """
     manual, problems = manual_axes(), []
     for path, x in jax.tree.leaves_with_path(tree):
         path = jax.tree_util.keystr(path)
@@ -252,7 +289,7 @@ def check_leaves(part: Partition, tree: Any, where: str, *, dtypes: bool = True)
         shape = _collectives.local_shape(part, leaf.shape, leaf.model, manual)
         if np.shape(x) != shape:
             problems.append(f"  {path}: expected shape {shape}, got {np.shape(x)}")
-        elif dtypes and x.dtype != leaf.dtype:
+        elif dtypes and x.dtype != leaf.dtype and not (wider and is_wider(x.dtype, leaf.dtype)):
             problems.append(f"  {path}: expected dtype {leaf.dtype}, got {x.dtype}")
     raise_all(
         f"{where}: these leaves are not those of the partition (call zerojax.partition again after "
@@ -293,11 +330,6 @@ def _show_untrainable(part: Partition, updates: Any, whole: Any) -> Any:
         return next(shown) if leaf.trainable else jnp.zeros(np.shape(x), leaf.dtype)
 
     return part.map(show, whole)
-
-
-def _to_shard(part: Partition, leaf: LeafPlan, x: jax.Array) -> jax.Array:
-    """Constrains a natural array to its shard spec, in the parameter's dtype."""
-    return constrain(part.mesh, x.astype(leaf.dtype), leaf.shard_spec)
 
 
 def _store(part: Partition, layout: Any, state: Any) -> Any:
