@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax import lax
 from jax import numpy as jnp
 
 from zerojax._leaf_plan import LeafPlan
@@ -82,7 +83,10 @@ def subtract_params(new: Any, state: MasterState, params: Any) -> Any:
     """
 
     def subtract(p: jax.Array, m: Any, x: jax.Array) -> jax.Array:
-        return x if _is_absent(m) else x.astype(m.dtype) - p.astype(m.dtype)
+        if _is_absent(m):
+            return x
+        # Where nothing is gathered, XLA for GPUs would cancel the rounding against this cast.
+        return lax.optimization_barrier(x).astype(m.dtype) - p.astype(m.dtype)
 
     return jax.tree.map(subtract, params, state.master, new)
 
