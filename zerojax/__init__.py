@@ -4,8 +4,11 @@ from zerojax._check import CheckReport, check
 from zerojax._collectives import clip_by_global_norm, global_norm
 from zerojax._gradients import GradientFunction, value_and_grad
 from zerojax._leaf_plan import LeafPlan
-from zerojax._partition import Partition, partition
+from zerojax._partition import Partition
+from zerojax._planner import partition
+from zerojax._shard import Shard
 from zerojax._train import init, train_step
+from zerojax._unshard import regather, unshard
 from zerojax._zero import abstract_state, zero
 
 __all__ = [
@@ -13,13 +16,16 @@ __all__ = [
     "GradientFunction",
     "LeafPlan",
     "Partition",
+    "Shard",
     "abstract_state",
     "check",
     "clip_by_global_norm",
     "global_norm",
     "init",
     "partition",
+    "regather",
     "train_step",
+    "unshard",
     "value_and_grad",
     "zero",
 ]

@@ -137,7 +137,7 @@ def zero(
             _check_state(part, leaves, state, "zero.update")
             shards = reduce_to_shards(part, updates, local_gradients)
             updates, state = inner.update(shards, state, part.map(take, params), **extra)
-            updates = part.map(_collectives.gather, updates)
+            updates = part.map(lambda leaf, x: _collectives.gather(leaf, leaf, x), updates)
         elif any(map(on_twin, jax.tree.leaves(updates))):
             updates, state = inner.update(updates, state, params, **extra)
         else:
