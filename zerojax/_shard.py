@@ -37,6 +37,10 @@ class Shard:
     def __repr__(self) -> str:
         return f"Shard({self.leaf.path}: {self.leaf.dtype}{list(self.leaf.shape)})"
 
+    @property
+    def __jax_array__(self) -> NoReturn:  # jax.lax only asks whether it is there
+        _refuse(self)
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(name)
@@ -56,4 +60,3 @@ _UNARY = "abs array bool float getitem int invert iter len neg pos".split()
 _COMPARISONS = "ge gt le lt".split()
 for _name in [*_OPERATORS, *(f"r{name}" for name in _OPERATORS), *_UNARY, *_COMPARISONS]:
     setattr(Shard, f"__{_name}__", _refuse)
-Shard.__jax_array__ = property(_refuse)  # jax.lax only asks whether it is there

@@ -19,7 +19,7 @@ REDUCED = "zerojax_reduce "  # the start of the name of a gradient that it reduc
 
 # These may cut a shard along dims that are not sharded, or leave it as it is.
 _SLICES = frozenset(
-    """copy dynamic_slice gather optimization_barrier reshape slice split squeeze
+    """copy dynamic_slice gather mesh_cast optimization_barrier reshape reshard slice split squeeze
     stop_gradient""".split()
 )
 
@@ -89,16 +89,7 @@ class ShardUses:
                 self.counts[path] += max(p.times for p in used if p.leaf.path == path)
             return nothing
         if name == "scan":
-            first = params["num_consts"]
-            last = first + params["num_carry"]
-            self._refuse(ins[first:last], "is in the carry of a scan")
-            for part, atom in zip(ins[last:], eqn.invars[last:], strict=True):
-                if part and part.kept_dims == atom.aval.ndim:
-                    self._refuse([part], "is scanned over along its sharded dim")
-            consts = [part and part.repeated(params["length"]) for part in ins[:first]]
-            outs = self._walk(params["jaxpr"], [*consts, *nothing[: last - first], *ins[last:]])
-            self._refuse(outs, "is returned from a scan")
-            return nothing
+            return self._scan(eqn, ins)
         if name in ("cond", "while"):
             return self._unknown_times(eqn, ins)
         inner = list(jex_core.jaxprs_in_params(params))
@@ -112,6 +103,17 @@ class ShardUses:
         types = ", ".join(atom.aval.str_short(short_dtypes=True) for atom in eqn.invars)
         self._refuse(used, f"is an operand of {name}({types})")
         return nothing
+
+    def _scan(self, eqn: Any, ins: Parts) -> Parts:
+        body, inside = eqn.params["jaxpr"], []
+        for part, atom, inner in zip(ins, eqn.invars, body.jaxpr.invars, strict=True):
+            scanned_over = atom.aval.ndim > inner.aval.ndim
+            if part and scanned_over and part.kept_dims == atom.aval.ndim:
+                self._refuse([part], "is scanned over along its sharded dim")
+            # Every iteration sees its own slice of what is scanned over, and all of the rest.
+            inside.append(part and part.repeated(1 if scanned_over else eqn.params["length"]))
+        self._refuse(self._walk(body, inside), "is returned from a scan, or carried through it")
+        return [None] * len(eqn.outvars)
 
     def _unknown_times(self, eqn: Any, ins: Parts) -> Parts:
         """A conditional or a while loop."""

@@ -1,5 +1,6 @@
 """The two functions around an optimizer: sharded initialisation and the training step."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from zerojax._collectives import norm_of_shards
 from zerojax._contexts import constrain, run_globally
 from zerojax._gradients import GradientFunction
 from zerojax._partition import Partition, check_tree
-from zerojax._zero import abstract_state
+from zerojax._zero import abstract_state, to_params
 
 
 def init(
@@ -48,10 +49,9 @@ def init(
 
     def run(*args: Any) -> tuple[Any, Any]:
         params = init_fn(*args)
-        check_tree(part, params, "init")
+        check_tree(part, params, "init", natural=True)
         # Made in shards and then gathered: each device makes 1/N, and needs no more memory for it.
-        params = _constrain(part, params, part.shard_specs)
-        params = _constrain(part, params, part.param_specs)
+        params = part.map(functools.partial(to_params, part), params)
         return params, _constrain(part, tx.init(params), _state_specs(tx, part))
 
     def call(*args: Any) -> tuple[Any, Any]:
