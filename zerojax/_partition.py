@@ -210,7 +210,7 @@ class Partition:
 def check_tree(part: Partition, tree: Any, where: str, *, natural: bool = False) -> list[Any]:
     """Leaves of a tree that must be the planned parameters; raises with every difference.
 
-    They are expected in the shapes in which they live, or with `natural` in the user's.
+    They are expected in the shapes in which they live; with `natural` the user's will do too.
     """
     with_paths, _ = jax.tree.flatten_with_path(tree)
     found = {jax.tree_util.keystr(path): value for path, value in with_paths}
@@ -220,12 +220,11 @@ def check_tree(part: Partition, tree: Any, where: str, *, natural: bool = False)
         if leaf is None:
             problems.append(f"  {path}: was not there when the partition was made")
             continue
-        shape = leaf.shape if natural else part.param_shape(leaf)
-        if tuple(np.shape(value)) != shape or dtype_of(value) != leaf.dtype:
+        shapes = [leaf.shape, part.param_shape(leaf)][not natural :]
+        if tuple(np.shape(value)) not in shapes or dtype_of(value) != leaf.dtype:
             came = f"{dtype_of(value)}{list(np.shape(value))}"
-            expected = f"{leaf.dtype}{list(shape)}"
-            if shape != leaf.shape == tuple(np.shape(value)):
-                expected += ", padded as part.place does"
+            padded = ", padded by part.place" if shapes[0] != leaf.shape else ""
+            expected = f"{leaf.dtype}{list(shapes[0])}{padded}"
             problems.append(f"  {path}: expected {expected}, got {came}")
     raise_all(
         f"{where}: the parameters are not those of this partition "
