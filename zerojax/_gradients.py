@@ -35,15 +35,20 @@ class GradientFunction:
 
     Attributes:
       call: the function, whose first argument is the loss scale.
-      part: the partition that it was made for.
+      options: what it was made from.
       aux_specs: PartitionSpecs of the auxiliary output, a tree prefix; `None` without `has_aux`.
       formulation: what was chosen when the loss was last traced; empty before.
     """
 
     call: Callable[..., Any]
-    part: Partition
+    options: Options
     aux_specs: Any
     formulation: list[str]
+
+    @property
+    def part(self) -> Partition:
+        """The partition that it was made for."""
+        return self.options.part
 
     def __call__(self, params: Any, *args: Any, loss_scale: Any = None) -> Any:
         return self.call(loss_scale, params, *args)
@@ -234,4 +239,4 @@ def value_and_grad(
             f"with PartitionSpecs over model axes only, or {PLAIN}."
         ) from error
 
-    return GradientFunction(call, part, aux_specs if has_aux else None, formulation)
+    return GradientFunction(call, options, aux_specs if has_aux else None, formulation)

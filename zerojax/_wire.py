@@ -32,10 +32,14 @@ class Wire:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         return self.compute_dtype if self.compute_dtype and floating else leaf.dtype
 
+    def cast(self, leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        """A weight in the dtype in which the model sees it."""
+        dtype = self.dtype(leaf)
+        return x if x.dtype == dtype else x.astype(dtype)
+
     def weight(self, leaf: LeafPlan, x: jax.Array) -> jax.Array:
         """A whole weight, or a slice of it along leading dims, from what this device holds."""
-        if (dtype := self.dtype(leaf)) != x.dtype:
-            x = x.astype(dtype)  # before the gather, which then moves fewer bytes
+        x = self.cast(leaf, x)  # before the gather, which then moves fewer bytes
         if self.part.stage < 3 or not leaf.shard_axes:
             return x
         view = _collectives.split_view(self.part, leaf)
