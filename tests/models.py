@@ -7,6 +7,8 @@ from jax import numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zerojax
+
 # Tied (`embed` is used twice), stacked over layers, sharded over `model` on different dims, padded
 # on eight devices (`head`), too small to shard, empty, scalar, integer, unused.
 SPECS = {
@@ -56,14 +58,17 @@ def row_parallel(x, weights):
     return jnp.einsum("...i,ij->...j", x, weights, out_sharding=out)
 
 
-def per_example(params, tokens, targets):
-    """The losses of the examples; knows nothing of devices."""
-    x = params["embed"][tokens]
+def per_example(params, tokens, targets, unshard=lambda weights: weights):
+    """The losses of the examples; knows nothing of devices, but may call `unshard` by layer."""
+    x = unshard(params["embed"])[tokens]
 
     def layer(x, weights):
-        hidden = jnp.tanh(x @ weights["up"] + weights["bias"] + params["column"])
-        return x + params["scale"] * row_parallel(hidden, weights["down"]), None
+        weights, column = unshard(weights), unshard(params["column"])
+        hidden = jnp.tanh(x @ weights["up"] + weights["bias"] + column)
+        return x + unshard(params["scale"]) * row_parallel(hidden, weights["down"]), None
 
+    if unshard is zerojax.unshard:
+        layer = jax.checkpoint(layer, policy=zerojax.regather)
     x, _ = jax.lax.scan(layer, x, params["layers"])
 
     # A carry that starts as zeros is refused where types are checked.
@@ -71,13 +76,18 @@ def per_example(params, tokens, targets):
         return jnp.tanh(carry + step), None
 
     state, _ = jax.lax.scan(recur, jnp.zeros(x[:, 0].shape, x.dtype), x.swapaxes(0, 1))
-    features = (state @ params["embed"].T)[:, :13]
-    out = features @ params["head"] + params["small"] * params["one"]
+    features = (state @ unshard(params["embed"]).T)[:, :13]
+    out = features @ unshard(params["head"]) + unshard(params["small"]) * unshard(params["one"])
     return jnp.mean((out - targets) ** 2, -1)
 
 
 def loss_fn(params, tokens, targets):
     return jnp.mean(per_example(params, tokens, targets))
+
+
+def layered_loss_fn(params, tokens, targets):
+    """The same function, which gathers and reduces its weights layer by layer."""
+    return jnp.mean(per_example(params, tokens, targets, zerojax.unshard))
 
 
 def reference(loss, params, *args):

@@ -134,8 +134,8 @@ PLANS = {
         plan(specs=P(P.UNCONSTRAINED)), ValueError, "['w']: P(UNCONSTRAINED,) leaves a dim open"),
     "no specs on a mesh with model axes": (
         plan(specs=None), ValueError, "model axes ['model']", "['b']", "['w']", "Pass specs="),
-    "stage 7": (plan(stage=7), ValueError, "stage must be 0, 1 or 2, got 7"),
-    "stage as text": (plan(stage="1"), ValueError, "stage must be 0, 1 or 2, got '1'"),
+    "stage 7": (plan(stage=7), ValueError, "stage must be 0, 1, 2 or 3, got 7"),
+    "stage as text": (plan(stage="1"), ValueError, "stage must be 0, 1, 2 or 3, got '1'"),
     "shard_dim outside the array": (
         plan(shard_dim=lambda *_: 3), ValueError, "['w']: shard_dim gave dim 3 for shape (16, 4)"),
     "shard_dim where nothing may be padded": (

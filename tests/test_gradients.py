@@ -9,7 +9,16 @@ import pytest
 from jax import numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from models import SCAN_DIMS, SPECS, loss_fn, make_batch, make_params, per_example, reference
+from models import (
+    SCAN_DIMS,
+    SPECS,
+    layered_loss_fn,
+    loss_fn,
+    make_batch,
+    make_params,
+    per_example,
+    reference,
+)
 from pairs import product
 
 import zerojax
@@ -24,50 +33,59 @@ def plan(mesh, params=None, **options):
     return zerojax.partition(params, mesh, specs, scan_dims=SCAN_DIMS, **options)
 
 
-def weighted_loss(params, tokens, targets):
+def sum_loss(params, tokens, targets, *unshard):
+    return jnp.sum(per_example(params, tokens, targets, *unshard))
+
+
+def weighted_loss(params, tokens, targets, *unshard):
     weights = (tokens[:, 0] % 3).astype(targets.dtype)
-    return jnp.sum(weights * per_example(params, tokens, targets)), jnp.sum(weights)
+    return jnp.sum(weights * per_example(params, tokens, targets, *unshard)), jnp.sum(weights)
 
 
+# By step, by layer, and on one device.
 LOSSES = {
-    "mean": (loss_fn, loss_fn),
-    "sum": (
-        lambda *args: jnp.sum(per_example(*args)),
-        lambda *args: jnp.sum(per_example(*args)),
+    "mean": (loss_fn, layered_loss_fn, loss_fn),
+    "sum": (sum_loss, lambda *args: sum_loss(*args, zerojax.unshard), sum_loss),
+    "weighted": (
+        weighted_loss,
+        lambda *args: weighted_loss(*args, zerojax.unshard),
+        lambda *args: jnp.divide(*weighted_loss(*args)),
     ),
-    "weighted": (weighted_loss, lambda *args: jnp.divide(*weighted_loss(*args))),
 }
 
 
 @functools.cache
 def expected(reduction):
-    return jax.tree.map(np.asarray, reference(LOSSES[reduction][1], make_params(), *make_batch()))
+    return jax.tree.map(np.asarray, reference(LOSSES[reduction][2], make_params(), *make_batch()))
 
 
 @pytest.mark.parametrize(
     *product(
-        stage=[1, 2, 0],
+        stage=[1, 2, 3, 0],
         accumulate=[1, 2, 4],
+        by=["step", "layer"],
         mesh=["mesh8", "mesh4x2", "mesh2x4", "mesh1"],
         axis_type=[AxisType.Auto, AxisType.Explicit],
         reduction=["mean", "sum", "weighted"],
         how=["jit", "eager"],
     )
 )
-def test_equals_one_device(x64, stage, accumulate, mesh, axis_type, reduction, how):
+def test_equals_one_device(x64, stage, accumulate, by, mesh, axis_type, reduction, how):
     mesh = make_mesh(mesh, axis_type)
     replicate = [a for a in mesh.axis_names if a == "replica"]
     part = plan(mesh, stage=stage, replicate_axes=replicate)
     grad_fn = zerojax.value_and_grad(
-        LOSSES[reduction][0], part, accumulate=accumulate, reduction=reduction
+        LOSSES[reduction][by == "layer"], part, accumulate=accumulate, reduction=reduction
     )
-    grad_fn = jax.jit(grad_fn) if how == "jit" else grad_fn
+    call = jax.jit(grad_fn) if how == "jit" else grad_fn
     params = part.place(make_params())
-    loss, grads = grad_fn(params, *make_batch())
-    chex.assert_trees_all_close((loss, grads), expected(reduction), **TIGHT)
+    loss, grads = call(params, *make_batch())
+    chex.assert_trees_all_close((loss, part.gather(grads)), expected(reduction), **TIGHT)
     chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
+    shards = any(leaf.shard_axes for leaf in part.leaves)
+    assert ("by layer" if shards and by == "layer" else "by step") in repr(grad_fn)
     for leaf, grad in zip(part.leaves, jax.tree.leaves(grads), strict=True):
-        if not leaf.padded:
+        if not leaf.padded or stage == 3:
             want = jax.sharding.NamedSharding(mesh, leaf.shard_spec)
             assert grad.sharding.is_equivalent_to(want, grad.ndim), leaf.path
 

@@ -59,10 +59,10 @@ def make_grads(params, step, bad=None, devices=None):
         return rng.normal(size=shape).astype(np.float32)
 
     grads = {k: leaf(x) for k, x in params.items()}
-    if bad in ("one nan", "one inf"):  # the last element of a padded leaf, of the last device
-        grads["odd"].reshape(-1)[-1] = np.nan if bad == "one nan" else -np.inf
-    elif bad == "all":
-        grads = {k: g * np.float32(np.nan) if k != "ids" else g for k, g in grads.items()}
+    if bad == "one nan":  # the last element of a padded leaf, of the last device
+        grads["odd"].reshape(-1)[-1] = np.nan
+    elif bad == "all inf":
+        grads = {k: g * np.float32(-np.inf) if k != "ids" else g for k, g in grads.items()}
     return grads
 
 
@@ -104,7 +104,7 @@ def bits(tree):
 
 @pytest.mark.parametrize(
     *product(
-        bad=["one nan", "one inf", "all"],
+        bad=["one nan", "all inf"],
         where=["jit", "manual", "eager"],
         mesh=["mesh8", "mesh4x2"],
         axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -173,29 +173,12 @@ def test_the_scale_grows_and_shrinks(options, finite, expected):
     np.testing.assert_array_equal(got, expected)
 
 
-# The training step. The stub keeps the contract of `zerojax.value_and_grad`'s function: it scales
-# the loss, and returns the loss and float32 gradients unscaled.
+# The training step.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stub(zerojax.GradientFunction):
-    def __call__(self, params, *args, **kwargs):
-        return self.call(params, *args, **kwargs)
-
-
-def stub(part):
-    def call(params, x, *, loss_scale):
-        grads = jax.tree.map(
-            lambda p: (
-                jnp.full(p.shape, jnp.mean(x), F32)
-                if jnp.issubdtype(p.dtype, jnp.inexact)
-                else jnp.zeros_like(p)
-            ),
-            params,
-        )
-        return loss_scale, grads
-
-    return Stub(call, part, None)
+def loss_fn(params, x):
+    wide = [p.astype(F32) for p in params.values() if jnp.issubdtype(p.dtype, jnp.floating)]
+    return jnp.mean(x) * sum(jnp.sum(jnp.sin(p)) for p in wide)
 
 
 AROUND = {
@@ -210,7 +193,7 @@ AROUND = {
         around=list(AROUND),
         mesh=["mesh8", "mesh4x2"],
         axis_type=[AxisType.Auto, AxisType.Explicit],
-        stage=[1, 2],
+        stage=[1, 2, 3],
     )
 )
 def test_training_step_until_the_floor(around, mesh, axis_type, stage):
@@ -218,7 +201,7 @@ def test_training_step_until_the_floor(around, mesh, axis_type, stage):
     part = plan(make_mesh(mesh, axis_type), params, stage=stage)
     inner = zerojax.zero(optax.adamw(1e-2), part, master_dtype=F32)
     tx = AROUND[around](zerojax.dynamic_loss_scale(inner, initial=4.0))
-    step = zerojax.train_step(stub(part), tx, part)
+    step = zerojax.train_step(zerojax.value_and_grad(loss_fn, part), tx, part)
     placed, state = zerojax.init(lambda params: params, tx, part)(params)
     good, bad = np.ones(8, np.float32), np.ones(8, np.float32)
     bad[5] = np.nan
@@ -228,9 +211,9 @@ def test_training_step_until_the_floor(around, mesh, axis_type, stage):
             before = jax.tree.leaves((placed, state))
             placed, state, metrics = step(placed, state, x)
             assert all(x.is_deleted() for x in before)
-            seen.append([float(metrics[k]) for k in ("loss", "loss_scale", "skipped")])
-        expected = [[4, 4, 0], [4, 2, 1], [2, 1, 2], [1, 1, 2], [1, np.nan, 3]]
-        np.testing.assert_array_equal(seen, expected)
+            seen.append([float(metrics[k]) for k in ("loss_scale", "skipped")])
+            assert np.isfinite(metrics["loss"]) == (x is good)
+        np.testing.assert_array_equal(seen, [[4, 0], [2, 1], [1, 2], [1, 2], [np.nan, 3]])
         kept = bits(placed)
         with pytest.raises(FloatingPointError, match=FLOOR):  # the result of the last one is there
             step(placed, state, good)
@@ -301,10 +284,9 @@ COMPOSITIONS = {
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_composition(name, axis_type):
+def test_composition(name):
     params = make_params()
-    part = plan(make_mesh("mesh8", axis_type), params)
+    part = plan(make_mesh("mesh8", AxisType.Explicit), params)
     tx = COMPOSITIONS[name](functools.partial(zerojax.zero, part=part, master_dtype=F32))
     placed = part.place(params)
     state, update = tx.init(placed), jax.jit(tx.update)
@@ -364,10 +346,11 @@ def test_one_loss_has_one_scale():
     groups = optax.multi_transform(
         {k: scaled(zerojax.zero(optax.sgd(1.0), part)) for k in params}, {k: k for k in params}
     )
+    placed = part.place(params)
     for tx in (twice, groups):
-        placed = part.place(params)
+        step = zerojax.train_step(zerojax.value_and_grad(loss_fn, part), tx, part)
         with pytest.raises(ValueError, match="holds 2 loss scales"):
-            zerojax.train_step(stub(part), tx, part)(placed, tx.init(placed), np.ones(8))
+            step(placed, tx.init(placed), np.ones(8))
 
 
 def test_devices_that_cannot_agree():
@@ -408,7 +391,7 @@ def test_devices_that_cannot_agree():
         jax.jit(update).lower(part.place(params), x)
 
 
-# With the gradients of `zerojax.value_and_grad(...)(params, *args, loss_scale=)`.
+# Gradients that float16 cannot hold without a scale.
 
 
 def half_loss(params, x):
@@ -427,7 +410,7 @@ def half_params():
 
 @pytest.mark.parametrize(
     *product(
-        stage=[1, 2],
+        stage=[1, 3],
         accumulate=[1, 2],
         mesh=["mesh8", "mesh4x2"],
         axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -444,13 +427,16 @@ def test_scaled_gradients_are_those_of_float32(stage, accumulate, mesh, axis_typ
     for name, g in grads.items():
         assert g.dtype == F32
         np.testing.assert_allclose(g, want[name], rtol=2e-2)
-    plain_loss, plain = grad_fn(part.place(params), half_batch())
-    assert float(plain_loss) == float(loss)
-    assert not np.any(plain["w"])  # what the scale is for
+    if accumulate == 1:
+        plain_loss, plain = grad_fn(part.place(params), half_batch())
+        assert float(plain_loss) == float(loss)
+        assert not np.any(plain["w"])  # what the scale is for
 
 
 @pytest.mark.parametrize(
-    *product(stage=[1, 2], mesh=["mesh8", "mesh4x2"], axis_type=[AxisType.Auto, AxisType.Explicit])
+    *product(
+        stage=[1, 2, 3], mesh=["mesh8", "mesh4x2"], axis_type=[AxisType.Auto, AxisType.Explicit]
+    )
 )
 def test_float16_training_as_in_float32(stage, mesh, axis_type):
     params = half_params()

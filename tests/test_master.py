@@ -313,7 +313,6 @@ BRAIN = ["matrix", "odd", "scale", "up", "column", "full"]  # schedule_free refu
 WRAPPERS = {
     "zero": lambda tx: tx,
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "chain with ema": lambda tx: optax.chain(optax.ema(0.9), tx),
     "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
     "dynamic_loss_scale": zerojax.dynamic_loss_scale,
 }
@@ -324,16 +323,18 @@ WRAPPERS = {
         wrapper=list(WRAPPERS),
         mesh=["mesh8", "mesh4x2"],
         axis_type=[AxisType.Auto, AxisType.Explicit],
+        stage=[1, 3],
     )
 )
-def test_zerojax_init_keeps_unrounded_values_in_masters(wrapper, mesh, axis_type):
+def test_zerojax_init_keeps_unrounded_values_in_masters(wrapper, mesh, axis_type, stage):
     wide, planned = ({k: tree[k] for k in BRAIN} for tree in (make_wide(), make_params()))
-    part = plan(make_mesh(mesh, axis_type), planned)
+    part = plan(make_mesh(mesh, axis_type), planned, stage=stage)
     tx = WRAPPERS[wrapper](zerojax.zero(optax.adamw(1e-2), part, master_dtype=F32))
     params, state = zerojax.init(lambda: jax.tree.map(jnp.asarray, wide), tx, part)()
     assert_as_abstract(tx, part, state)
     for name, x in params.items():
-        np.testing.assert_array_equal(np.asarray(x), wide[name].astype(planned[name].dtype), name)
+        rounded = wide[name].astype(planned[name].dtype)
+        np.testing.assert_array_equal(natural(x, rounded.shape), rounded, name)
     (of_zero,) = master_states(state)
     assert_unrounded_masters(part, of_zero, wide)
 
@@ -368,7 +369,9 @@ def test_errors_say_what_to_do():
 
 
 @pytest.mark.parametrize(
-    *product(mesh=["mesh8", "mesh4x2"], axis_type=[AxisType.Auto, AxisType.Explicit], stage=[1, 2])
+    *product(
+        mesh=["mesh8", "mesh4x2"], axis_type=[AxisType.Auto, AxisType.Explicit], stage=[1, 2, 3]
+    )
 )
 def test_training_steps_compile_once_and_happen_in_place(mesh, axis_type, stage):
     params = make_params()
@@ -401,11 +404,9 @@ MATRIX_ONLY = {name: name == "matrix" for name in FEW}
 adam = functools.partial(optax.adam, 0.1)
 COMPOSITIONS = {
     "MultiSteps around": lambda zero: optax.MultiSteps(zero(adam()), 2).gradient_transformation(),
-    "MultiSteps inside": lambda zero: zero(optax.MultiSteps(adam(), 2).gradient_transformation()),
     "chain": lambda zero: optax.chain(optax.clip(0.5), zero(adam())),
     "chain inside": lambda zero: zero(optax.chain(optax.clip_by_global_norm(0.5), adam())),
     "masked": lambda zero: optax.masked(zero(adam()), MATRIX_ONLY),
-    "masked inside": lambda zero: zero(optax.masked(adam(), MATRIX_ONLY)),
     "multi_transform": lambda zero: optax.multi_transform(
         {True: zero(adam()), False: zero(optax.sgd(0.1, momentum=0.9))}, MATRIX_ONLY
     ),

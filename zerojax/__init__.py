@@ -6,8 +6,11 @@ from zerojax._gradients import GradientFunction, value_and_grad
 from zerojax._leaf_plan import LeafPlan
 from zerojax._loss_scale import LossScaleState, dynamic_loss_scale
 from zerojax._master import MasterState
-from zerojax._partition import Partition, partition
+from zerojax._partition import Partition
+from zerojax._planner import partition
+from zerojax._shard import Shard
 from zerojax._train import TrainStep, init, train_step
+from zerojax._unshard import regather, unshard
 from zerojax._zero import abstract_state, zero
 
 __all__ = [
@@ -17,6 +20,7 @@ __all__ = [
     "LossScaleState",
     "MasterState",
     "Partition",
+    "Shard",
     "TrainStep",
     "abstract_state",
     "check",
@@ -25,7 +29,9 @@ __all__ = [
     "global_norm",
     "init",
     "partition",
+    "regather",
     "train_step",
+    "unshard",
     "value_and_grad",
     "zero",
 ]

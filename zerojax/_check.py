@@ -77,13 +77,17 @@ def check(
     params = part.place(params)
     batch_specs = options.get("batch_specs")
     has_aux, reduction = options.get("has_aux", False), options.get("reduction", "mean")
-    value, grads = value_and_grad(loss_fn, part, **options)(params, *args)
+    grad_fn = value_and_grad(loss_fn, part, **options)
+    value, grads = grad_fn(params, *args)
     loss = value[0] if has_aux else value
+    params, grads = part.gather(params), jax.tree.leaves(grads)
+    trained, wire = grad_fn.options.trained, grad_fn.options.wire
 
-    def on_batch(trainable: list[Any], flat: list[Any], args: Any, arg_specs: Any) -> Any:
-        every = iter(trainable)
-        pairs = zip(part.leaves, flat, strict=True)
-        leaves = [next(every) if leaf.trainable else x for leaf, x in pairs]
+    def on_batch(weights: dict[int, Any], flat: list[Any], args: Any, arg_specs: Any) -> Any:
+        leaves = [
+            wire.cast(leaf, weights.get(i, x))
+            for i, (leaf, x) in enumerate(zip(part.leaves, flat, strict=True))
+        ]
         specs = (part.model_specs, *arg_specs)
         typed_loss = as_typed(loss_fn, part.mesh, part.model_axes, specs)
         out = typed_loss(part.treedef.unflatten(leaves), *args)
@@ -95,21 +99,18 @@ def check(
         flat, treedef = jax.tree.flatten(args)
         flat = [constrain(part.mesh, x, spec) for x, spec in zip(flat, specs, strict=True)]
         leaves = jax.tree.leaves(params)
-        trainable = [x for leaf, x in zip(part.leaves, leaves, strict=True) if leaf.trainable]
         args, arg_specs = treedef.unflatten(flat), treedef.unflatten(specs)
-        return jax.value_and_grad(on_batch)(trainable, leaves, args, arg_specs)
+        weights = {i: leaves[i] for i in trained}
+        return jax.value_and_grad(on_batch)(weights, leaves, args, arg_specs)
 
-    trainable = [leaf for leaf in part.leaves if leaf.trainable]
     global_loss, global_grads = run_globally(
         run, part.mesh, params, args,
-        out_specs=(P(), [leaf.model_spec for leaf in trainable]),
+        out_specs=(P(), {i: part.leaves[i].model_spec for i in trained}),
     )  # fmt: skip
-    grads = [
-        g for leaf, g in zip(part.leaves, jax.tree.leaves(grads), strict=True) if leaf.trainable
-    ]
-    widest = max([jnp.finfo(x.dtype).eps for x in [loss, *grads]])
+    dtypes = [loss.dtype, *(x.dtype for x in grads), *map(wire.dtype, part.leaves)]
+    widest = max(jnp.finfo(dtype).eps for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))
     tolerance = float(np.sqrt(np.float64(widest)))
-    pairs = {leaf.path: pair for leaf, *pair in zip(trainable, grads, global_grads, strict=True)}
+    pairs = {part.leaves[i].path: (grads[i], global_grads[i]) for i in trained}
     total = np.sqrt(sum(_norm(b) ** 2 for _, b in pairs.values()))
     errors = {"loss": _norm(loss, global_loss) / max(_norm(global_loss), tolerance)}
     for path, (a, b) in pairs.items():
@@ -149,6 +150,7 @@ def _likely_cause(report: CheckReport, part: Partition, args: Any, options: Any)
 
 
 def _norm(a: Any, b: Any = 0.0) -> float:
-    """The norm of a difference, in float64 on the host."""
+    """The norm of a difference, in float64 on the host; `a` may be padded."""
     a, b = (np.asarray(x).astype(np.complex128) for x in (a, b))
+    a = a[tuple(map(slice, b.shape))] if b.ndim else a
     return float(np.linalg.norm((a - b).ravel()))

@@ -42,17 +42,24 @@ def split_view(part: Partition, leaf: LeafPlan) -> LeafPlan:
     )
 
 
+def to_view(part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
+    """A global array in its shard spec as its `split_view`; moves nothing."""
+    return x if view is leaf else _reshape_blocks(part, leaf, view, x)
+
+
 def merge_view(part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
-    """Undoes `split_view` on a global array in its shard spec; moves nothing."""
-    if view is leaf:
-        return x
-    shape = local_shape(part, leaf.stored, from_spec(leaf.shard_spec, len(leaf.stored)))
-    merge = jax.shard_map(
+    """Undoes `to_view`; moves nothing."""
+    return x if view is leaf else _reshape_blocks(part, view, leaf, x)
+
+
+def _reshape_blocks(part: Partition, before: LeafPlan, after: LeafPlan, x: jax.Array) -> jax.Array:
+    shape = local_shape(part, after.stored, from_spec(after.shard_spec, len(after.stored)))
+    reshape = jax.shard_map(
         lambda x: x.reshape(shape),
-        mesh=current_mesh(part.mesh), in_specs=view.shard_spec, out_specs=leaf.shard_spec,
+        mesh=current_mesh(part.mesh), in_specs=before.shard_spec, out_specs=after.shard_spec,
         check_vma=False,
     )  # fmt: skip
-    return merge(x)
+    return reshape(x)
 
 
 def scatter(leaf: LeafPlan, view: LeafPlan, x: jax.Array, rest: tuple[str, ...]) -> jax.Array:
@@ -69,7 +76,7 @@ def scatter(leaf: LeafPlan, view: LeafPlan, x: jax.Array, rest: tuple[str, ...])
     """
 
     def collective(x: jax.Array) -> jax.Array:
-        x = _pad(_split(leaf, view, x), view)
+        x = pad(_split(leaf, view, x), view)
         for dim, axes in enumerate(view.shard):
             if axes:
                 x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
@@ -82,7 +89,7 @@ def take(part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.A
     """This device's shard of an array that every device holds whole. In a Manual region."""
 
     def collective(x: jax.Array) -> jax.Array:
-        x = _pad(_split(leaf, view, x), view)
+        x = pad(_split(leaf, view, x), view)
         for dim, axes in enumerate(view.shard):
             if axes:
                 size = x.shape[dim] // axes_size(part.mesh, axes)
@@ -92,16 +99,24 @@ def take(part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.A
     return fully_manual(collective, leaf, view)(x)
 
 
-def gather(leaf: LeafPlan, x: jax.Array) -> jax.Array:
-    """The whole array, natural shape, typed invariant, from every device's shard."""
+def gather(leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
+    """The whole array, natural shape, typed invariant, from every device's shard of the view."""
 
     def collective(x: jax.Array) -> jax.Array:
-        for dim, axes in enumerate(leaf.shard):
+        for dim, axes in enumerate(view.shard):
             if axes:
                 x = lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
-        return _unpad(x, leaf)
+        return _merge(leaf, view, unpad(x, view))
 
-    return fully_manual(collective, leaf, leaf)(x)
+    return fully_manual(collective, view, leaf)(x)
+
+
+def zeros(part: Partition, view: LeafPlan, dtype: Any) -> jax.Array:
+    """One device's shard of zeros in a view's stored shape. In a Manual region."""
+    axes = from_spec(view.shard_spec, len(view.stored))
+    shape = local_shape(part, view.stored, axes, manual_axes())
+    # Through an empty collective: XLA then shards them over the model axes.
+    return fully_manual(lambda x: x, view, view)(jnp.zeros(shape, dtype))
 
 
 def unsharded_axes(part: Partition, leaf: LeafPlan) -> tuple[str, ...]:
@@ -148,13 +163,26 @@ def _split(leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
     return x.reshape([size for n, m, s in dims for size in ([1, n] if m and s else [n])])
 
 
-def _pad(x: jax.Array, view: LeafPlan) -> jax.Array:
+def _merge(leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
+    """Undoes `_split`."""
+    if view is leaf:
+        return x
+    sizes = iter(x.shape)
+    shape = []
+    for m, s in zip(leaf.model, leaf.shard, strict=True):
+        blocks = next(sizes) if m and s else 1
+        shape.append(blocks * next(sizes))
+    return x.reshape(shape)
+
+
+def pad(x: jax.Array, view: LeafPlan) -> jax.Array:
     """From a natural to a stored shape; only dims that no model axis shards ever grow."""
     widths = [(0, s - n) for n, s in zip(view.shape, view.stored, strict=True)]
     return jnp.pad(x, widths) if view.padded else x
 
 
-def _unpad(x: jax.Array, view: LeafPlan) -> jax.Array:
+def unpad(x: jax.Array, view: LeafPlan) -> jax.Array:
+    """Undoes `pad`."""
     for dim, (n, s) in enumerate(zip(view.shape, view.stored, strict=True)):
         x = lax.slice_in_dim(x, 0, n, axis=dim) if n != s else x
     return x

@@ -1,19 +1,16 @@
-"""Gradients of a local loss, reduced to shards: where shard_map and psum_scatter live."""
+"""`value_and_grad`: gradients of a local loss, reduced to shards."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax import lax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives
-from zerojax._batch import Batch, plan_batch
+from zerojax._batch import plan_batch
 from zerojax._contexts import (
-    as_typed,
     constrain,
     current_mesh,
     is_boundary,
@@ -21,28 +18,44 @@ from zerojax._contexts import (
     run_globally,
     standing_on,
 )
+from zerojax._formulation import Options
 from zerojax._leaf_plan import LeafPlan
-from zerojax._loss import PLAIN, NotTraced, trace_loss
+from zerojax._loss import PLAIN, NotTraced
+from zerojax._microbatches import device_gradients
 from zerojax._partition import Partition, check_tree
-from zerojax._specs import restrict
+from zerojax._specs import broadcast_prefix, restrict
+from zerojax._wire import Wire
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientFunction:
     """What `value_and_grad` returns: call it with `(params, *args)`.
 
+    Printed after its first call, it says how it differentiates the loss.
+
     Attributes:
-      call: the function.
-      part: the partition that it was made for.
+      call: the function, whose first argument is the loss scale.
+      options: what it was made from.
       aux_specs: PartitionSpecs of the auxiliary output, a tree prefix; `None` without `has_aux`.
+      formulation: what was chosen when the loss was last traced; empty before.
     """
 
     call: Callable[..., Any]
-    part: Partition
+    options: Options
     aux_specs: Any
+    formulation: list[str]
 
-    def __call__(self, params: Any, *args: Any) -> Any:
-        return self.call(params, *args)
+    @property
+    def part(self) -> Partition:
+        """The partition that it was made for."""
+        return self.options.part
+
+    def __call__(self, params: Any, *args: Any, loss_scale: Any = None) -> Any:
+        return self.call(loss_scale, params, *args)
+
+    def __repr__(self) -> str:
+        text = "".join(self.formulation) or "the loss has not been traced yet"
+        return f"zerojax.value_and_grad at stage {self.part.stage}, {text}"
 
 
 def value_and_grad(
@@ -54,11 +67,17 @@ def value_and_grad(
     aux_reduction: Any = None,
     reduction: Literal["mean", "sum", "weighted"] = "mean",
     batch_specs: Any = None,
+    compute_dtype: Any = None,
+    reduce_dtype: Any = None,
     grad_dtype: Any = None,
+    trainable: Any = True,
 ) -> GradientFunction:
     """Like `jax.value_and_grad`, with gradients reduce-scattered to their shards.
 
-    `loss_fn(params, *args)` runs on each device's part of the batch and need not know of it.
+    `loss_fn(params, *args)` runs on each device's part of the batch and need not know of it. If it
+    calls `zerojax.unshard` on the weights of each layer, these are gathered (at stage 3) and their
+    gradients are reduced layer by layer; otherwise once for all. `print` the result to see which.
+
     **Its loss must be a mean (or sum) over examples.** One that couples the examples of a batch
     (batch normalisation in training, contrastive losses, expert balancing), or a masked mean with
     unequal masks, means something else on a part of the batch, and no type can see this:
@@ -70,8 +89,8 @@ def value_and_grad(
         `(loss_sum, weight)` in place of the loss with `reduction="weighted"`.
       part: the plan for `params`.
       accumulate: number of microbatches into which each device's part is split. At stage 1 their
-        gradients add up locally and are reduced once; at stage 2 each is reduced as it comes, and
-        the accumulators take 1/N of the memory.
+        gradients add up locally and are reduced once; at stages 2 and 3 each is reduced as it
+        comes, and the accumulators take 1/N of the memory.
       has_aux: whether `loss_fn` also returns auxiliary output.
       aux_reduction: "mean" or "concat" (per-example output, joined on dim 0 in the order of the
         batch), a tree prefix of aux. By default floating scalars are averaged and nothing else
@@ -81,22 +100,33 @@ def value_and_grad(
       batch_specs: PartitionSpecs of `args`, a tree prefix; `PartitionSpec()` for what is not per
         example. By default arrays are split on dim 0, and must agree on its size, scalars are
         replicated, and a typed PRNG key is folded with the device's and the microbatch's index.
-      grad_dtype: dtype of the gradients; by default that of each parameter. Microbatches add up in
-        float32 or wider.
+      compute_dtype: dtype in which the loss sees floating parameters, such as bfloat16; in it they
+        are gathered. Cast the batch yourself, and let the loss end in float32.
+      reduce_dtype: dtype in which gradients are summed over devices; by default that in which they
+        are computed, or added up. float32 beside a 16-bit `compute_dtype` doubles the bytes of the
+        reduce-scatter and rounds once where 16 bits round at each device.
+      grad_dtype: dtype of the gradients; by default that of each parameter. Use float32 beside
+        `zero(master_dtype=)`. Microbatches add up in float32 or wider.
+      trainable: tree prefix of bools; where false the gradient is zero, and costs nothing (LoRA).
 
     Returns:
       `grad_fn(params, *args) -> (loss, grads)`, or `((loss, aux), grads)`, on global arrays, inside
       jit or outside. Gradients have the shapes of the parameters and `part.shard_specs`, integer
-      and bool leaves zeros. A padded leaf is unevenly sharded inside jit, and gathered where it
-      leaves it or where the mesh axes are Explicit (`train_step` avoids both).
+      and bool leaves zeros. Below stage 3 a padded leaf is unevenly sharded inside jit, and
+      gathered where it leaves it or where the mesh axes are Explicit (`train_step` avoids both).
+      `grad_fn(..., loss_scale=scale)` multiplies the loss before the backward pass and divides the
+      reduced gradients, which then are float32 unless `grad_dtype` says otherwise.
 
     Raises:
       ValueError: from `grad_fn`: the batch does not divide by devices x `accumulate`, arguments
         disagree on its size, the loss reduces over the data axes itself, cannot be traced inside a
-        Manual region, or is no floating scalar; aux that needs `aux_reduction`.
+        Manual region, or is no floating scalar; aux that needs `aux_reduction`; a parameter that is
+        used before it is unsharded.
+      TypeError: the loss calls `unshard` and uses another parameter without it.
 
     References:
-      Rajbhandari et al., "ZeRO", 2020, sections 5.1 and 5.2 (reduce-scattered gradients).
+      Rajbhandari et al., "ZeRO", 2020, sections 5.1 to 5.3; Micikevicius et al., "Mixed Precision
+      Training", 2018, section 3.
 
     >>> part = zerojax.partition({"w": jnp.ones((16, 4))}, jax.make_mesh((8,), ("data",)))
     >>> def loss_fn(params, x):
@@ -110,115 +140,58 @@ def value_and_grad(
         raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', got {reduction!r}.")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate must be at least 1, and an int, got {accumulate!r}.")
-    trainable = [leaf for leaf in part.leaves if leaf.trainable]
-    views = [_collectives.split_view(part, leaf) for leaf in trainable]
-    devices = part.data_size
+    masks = broadcast_prefix("trainable", trainable, part.treedef.unflatten(part.leaves))
+    trained = tuple(
+        i for i, (leaf, mask) in enumerate(zip(part.leaves, masks, strict=True))
+        if mask and leaf.trainable
+    )  # fmt: skip
+    views = [_collectives.split_view(part, leaf) for leaf in part.leaves]
+    options = Options(
+        loss_fn, part, Wire(part, reduction != "sum", compute_dtype, reduce_dtype), accumulate,
+        has_aux, aux_reduction, reduction, grad_dtype, trained,
+    )  # fmt: skip
+    formulation: list[str] = []
     aux_specs = jax.tree.map(
         lambda how: P(part.data_axes) if how == "concat" else P(),
         aux_reduction,
         is_leaf=lambda how: how is None,
     )
 
-    def local(batch: Batch, params: Any, leaves: Any) -> Any:
-        """One device's program: its loss, its gradients, and their reduction."""
-        shared, split = batch.on_device(leaves, lax.axis_index(part.data_axes))
-        first = [x[0] for x in split]
-        typed_loss = as_typed(
-            loss_fn, part.mesh, part.model_axes,
-            (part.model_specs, *batch.treedef.unflatten(batch.specs)),
-        )  # fmt: skip
-        traced = trace_loss(
-            typed_loss, params, batch.microbatch(shared, first, 0), data_axes=part.data_axes,
-            has_aux=has_aux, aux_reduction=aux_reduction, weighted=reduction == "weighted",
-        )  # fmt: skip
-        flat = jax.tree.leaves(params)
-        weights = [x for leaf, x in zip(part.leaves, flat, strict=True) if leaf.trainable]
-
-        def microbatch(slices: list[jax.Array], index: Any) -> Any:
-            args = batch.microbatch(shared, slices, index)
-
-            def loss_of(weights: list[jax.Array]) -> Any:
-                replaced = iter(weights)
-                pairs = zip(part.leaves, flat, strict=True)
-                return traced.call([next(replaced) if p.trainable else x for p, x in pairs], args)
-
-            (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
-            return loss, weight, aux, reduce(grads) if part.stage == 2 else grads
-
-        def reduce(grads: list[jax.Array]) -> list[jax.Array]:
-            if reduction != "sum" and devices > 1:
-                # Before the sum, which in 16 bits could overflow where the mean would not.
-                grads = [g / devices for g in grads]
-            return [
-                _collectives.scatter(leaf, view, g, _collectives.unsharded_axes(part, leaf))
-                for leaf, view, g in zip(trainable, views, grads, strict=True)
-            ]
-
-        if accumulate == 1:
-            loss, weight, aux, grads = microbatch(first, 0)
-        else:
-            zeros = [jnp.zeros_like(x, _wide(x)) for x in weights]
-            if part.stage == 2:
-                takes = zip(trainable, views, zeros, strict=True)
-                zeros = [_collectives.take(part, leaf, view, x) for leaf, view, x in takes]
-
-            def add(total: list[jax.Array], xs: Any) -> Any:
-                loss, weight, aux, grads = microbatch(*xs)
-                total = [t + g.astype(t.dtype) for t, g in zip(total, grads, strict=True)]
-                return total, (loss.astype(_wide(loss)), weight, aux)
-
-            grads, (loss, weight, aux) = lax.scan(add, zeros, (split, jnp.arange(accumulate)))
-            loss, weight = jnp.sum(loss), jnp.sum(weight)
-            aux = [
-                x.reshape(-1, *x.shape[2:]) if how == "concat" else jnp.sum(x, 0) / accumulate
-                for x, how in zip(aux, traced.aux, strict=True)
-            ]
-        if part.stage < 2:
-            grads = reduce(grads)
-        loss = sum_over_data(loss.astype(_wide(loss)))
-        if reduction == "weighted":
-            weight = sum_over_data(weight.astype(_wide(loss)))
-            loss, scale = loss / weight, devices / weight
-            grads = [g.astype(_wide(g)) * scale.astype(_wide(g)) for g in grads]
-        elif reduction == "mean" and devices * accumulate > 1:
-            loss, grads = loss / (devices * accumulate), [g / accumulate for g in grads]
-        dtypes = [grad_dtype or leaf.dtype for leaf in trainable]
-        grads = [g.astype(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
-        aux = [
-            x if how == "concat" else (sum_over_data(x) / devices).astype(x.dtype)
-            for x, how in zip(aux, traced.aux, strict=True)
-        ]
-        return loss.astype(traced.dtype), traced.aux_treedef.unflatten(aux), grads
-
-    def sum_over_data(x: jax.Array) -> jax.Array:
-        return lax.psum(x, part.data_axes) if devices > 1 else x
-
-    def run(params: Any, args: Any, *, boundary: bool) -> Any:
+    def run(params: Any, args: Any, loss_scale: Any, *, boundary: bool) -> Any:
         """The whole computation, on global arrays with the mesh axes in Auto mode."""
         batch = plan_batch(part, args, batch_specs, accumulate)
-        pairs = zip(part.leaves, jax.tree.leaves(params), strict=True)
-        values = [constrain(part.mesh, x, leaf.model_spec) for leaf, x in pairs]
+        held, held_specs = [], []
+        for leaf, view, x in zip(part.leaves, views, jax.tree.leaves(params), strict=True):
+            x = constrain(part.mesh, x, part.param_spec(leaf))
+            held.append(_collectives.to_view(part, leaf, view, x) if part.stage == 3 else x)
+            held_specs.append(view.shard_spec if part.stage == 3 else leaf.model_spec)
         pairs = zip(batch.specs, jax.tree.leaves(args), strict=True)
         leaves = [constrain(part.mesh, x, spec) for spec, x in pairs]
+
+        def local(held: Any, leaves: Any, loss_scale: Any) -> Any:
+            *result, formulation[:] = device_gradients(options, batch, held, leaves, loss_scale)
+            return result
+
         region = jax.shard_map(
-            functools.partial(local, batch),
+            local,
             mesh=current_mesh(part.mesh),
-            in_specs=(on_data_axes(part.model_specs), on_data_axes(list(batch.specs))),
-            out_specs=(P(), aux_specs, on_data_axes([view.shard_spec for view in views])),
+            in_specs=(on_data_axes(held_specs), on_data_axes(list(batch.specs)), P()),
+            out_specs=[P(), aux_specs, on_data_axes([views[i].shard_spec for i in trained])],
             axis_names=set(part.data_axes),
             check_vma=False,  # any model code runs; the reductions are explicit
         )
-        loss, aux, shards = region(part.treedef.unflatten(values), leaves)
-        reduced = zip(views, shards, strict=True)
+        loss, aux, shards = region(held, leaves, loss_scale)
+        reduced = dict(zip(trained, shards, strict=True))
 
-        def gradient(leaf: LeafPlan) -> jax.Array:
-            if not leaf.trainable:
-                return jnp.zeros(leaf.shape, leaf.dtype)
-            grad = _collectives.merge_view(part, leaf, *next(reduced))
-            grad = _collectives.to_natural(part, grad, leaf.shape, leaf.shard_spec)
+        def gradient(i: int, leaf: LeafPlan) -> jax.Array:
+            shape = part.param_shape(leaf)
+            if i not in reduced:
+                return constrain(part.mesh, jnp.zeros(shape, leaf.dtype), grad_spec(leaf, boundary))
+            grad = _collectives.merge_view(part, leaf, views[i], reduced[i])
+            grad = _collectives.to_natural(part, grad, shape, leaf.shard_spec)
             return constrain(part.mesh, grad, grad_spec(leaf, boundary))
 
-        grads = part.treedef.unflatten([gradient(leaf) for leaf in part.leaves])
+        grads = part.treedef.unflatten([gradient(i, leaf) for i, leaf in enumerate(part.leaves)])
         return ((loss, aux) if has_aux else loss), grads
 
     def on_data_axes(specs: Any) -> Any:
@@ -226,9 +199,10 @@ def value_and_grad(
 
     def grad_spec(leaf: LeafPlan, boundary: bool) -> P:
         """Where a gradient is left; an uneven sharding cannot pass a boundary."""
-        return leaf.model_spec if boundary and leaf.padded else leaf.shard_spec
+        uneven = leaf.padded and part.stage < 3
+        return leaf.model_spec if boundary and uneven else leaf.shard_spec
 
-    def call(params: Any, *args: Any) -> Any:
+    def call(loss_scale: Any, params: Any, *args: Any) -> Any:
         if manual := manual_axes():
             raise ValueError(
                 f"value_and_grad: called inside a jax.shard_map over {sorted(manual)}, and makes "
@@ -239,15 +213,22 @@ def value_and_grad(
         grad_specs = part.treedef.unflatten([grad_spec(leaf, boundary) for leaf in part.leaves])
         try:
             return run_globally(
-                run, part.mesh, params, args,
+                run, part.mesh, params, args, loss_scale,
                 out_specs=((P(), aux_specs) if has_aux else P(), grad_specs),
                 static={"boundary": boundary},
             )  # fmt: skip
         except NotTraced as failure:
             error = failure.__cause__ or failure
+        natural = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, options.wire.dtype(leaf), sharding=sharding
+            ),
+            part.treedef.unflatten(part.leaves),
+            part.shardings(part.model_specs),
+        )
         try:
             with standing_on(part.mesh):
-                jax.eval_shape(loss_fn, params, *args)
+                jax.eval_shape(loss_fn, natural, *args)
         except Exception:  # the model itself is at fault
             raise error from None
         raise ValueError(
@@ -258,9 +239,4 @@ def value_and_grad(
             f"with PartitionSpecs over model axes only, or {PLAIN}."
         ) from error
 
-    return GradientFunction(call, part, aux_specs if has_aux else None)
-
-
-def _wide(x: jax.Array) -> Any:
-    """The dtype in which values of this one's are added up: float32 or wider."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return GradientFunction(call, options, aux_specs if has_aux else None, formulation)

@@ -64,6 +64,17 @@ class LeafPlan:
         """Whether the leaf can have a gradient: integers, bools and PRNG keys cannot."""
         return is_inexact(self.dtype)
 
+    def trailing(self, ndim: int) -> "LeafPlan":
+        """The plan of a slice along leading dims, or with new leading dims, of `ndim` dims."""
+        new, kept = (1,) * (ndim - len(self.shape)), slice(max(len(self.shape) - ndim, 0), None)
+        return dataclasses.replace(
+            self,
+            shape=new + self.shape[kept],
+            stored=new + self.stored[kept],
+            model=((),) * len(new) + self.model[kept],
+            shard=((),) * len(new) + self.shard[kept],
+        )
+
     def row(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         """The leaf's line of the table that `print(part)` shows; bytes are per device."""
 

@@ -10,6 +10,7 @@ from jax.core import eval_jaxpr
 from jax.extend import core as jex_core
 from jax.sharding import NamedSharding
 
+from zerojax._shard_uses import UNSHARDED
 from zerojax._specs import broadcast_prefix, is_inexact, raise_all
 
 PLAIN = (
@@ -30,12 +31,16 @@ class TracedLoss:
 
     Attributes:
       call: `(params, args) -> (loss, (weight, aux_leaves))` on local arrays.
+      jaxpr: of `loss_fn`.
+      unshards: whether it calls `unshard`.
       dtype: of the loss.
       aux_treedef: structure of the auxiliary output.
       aux: "mean" or "concat" for each of its leaves.
     """
 
     call: Callable[[Any, Any], tuple[jax.Array, tuple[jax.Array, list[jax.Array]]]]
+    jaxpr: Any
+    unshards: bool
     dtype: Any
     aux_treedef: Any
     aux: list[str]
@@ -109,7 +114,8 @@ def trace_loss(
         weight = result[1] if weighted else jnp.ones((), result[0].dtype)
         return result[0], (weight, result[1 + weighted :])
 
-    return TracedLoss(call, loss.dtype, aux_treedef, how)
+    unshards = any(eqn.params.get("name") == UNSHARDED for eqn in equations)
+    return TracedLoss(call, closed.jaxpr, unshards, loss.dtype, aux_treedef, how)
 
 
 def _pair(out: Any, option: str, expected: str) -> tuple[Any, Any]:

@@ -68,6 +68,8 @@ def reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None)
             g = g / axes_size(part.mesh, local)
         unreduced = set(jax.typeof(g).manual_axis_type.unreduced) & set(part.data_axes)
         shard_axes, shard = set(leaf.shard_axes), None
+        if part.stage == 3:  # the transposed all-gather has summed it over these already
+            local, shard, shard_axes = local - shard_axes, g, set()
         for pending in (local - {*leaf.model_axes}, unreduced):
             rest = tuple(a for a in part.data_axes if a in pending - shard_axes)
             if shard_axes and shard_axes <= pending and not (leaf.padded and pending is unreduced):

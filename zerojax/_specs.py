@@ -56,6 +56,11 @@ def is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def widened(dtype: Any) -> Any:
+    """The dtype in which values of this one are added up: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def broadcast_prefix(name: str, prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
     """The leaves of a prefix tree, one for each leaf of `tree`."""
     try:

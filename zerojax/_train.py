@@ -9,7 +9,7 @@ import optax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zerojax._collectives import norm_of_shards
+from zerojax._collectives import norm_of_shards, to_stored
 from zerojax._contexts import constrain, run_globally
 from zerojax._gradients import GradientFunction
 from zerojax._loss_scale import check_floor, find_loss_scale
@@ -52,9 +52,11 @@ def init(
 
     def run(*args: Any) -> tuple[Any, Any]:
         made = init_fn(*args)
-        check_tree(part, round_wider(part, made), "init")
+        check_tree(part, round_wider(part, made), "init", natural=True)
         # Made in shards and then gathered: each device makes 1/N, and needs no more memory for it.
-        made = _constrain(part, made, part.shard_specs)
+        made = part.map(
+            lambda leaf, x: to_stored(part, x, part.param_shape(leaf), leaf.shard_spec), made
+        )
         params = _constrain(part, round_wider(part, made), part.param_specs)
         # What stands around `zero` makes its state in the dtypes that it sees.
         opt_state = jax.tree.map(

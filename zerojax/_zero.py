@@ -35,13 +35,14 @@ def zero(
     master_dtype: Any = None,
     local_gradients: Literal["mean", "sum"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Shards the state of an optax transformation over the data axes (ZeRO stage 1).
+    """Shards the state of an optax transformation over the data axes (ZeRO).
 
     The result is an ordinary optax transformation. Under jit, on Auto or Explicit axes, it takes
     the global gradient and equals `inner` for every optimizer; XLA reduce-scatters the gradients
     and all-gathers the updates. Inside `jax.shard_map` it reads from each gradient's type whether
     it is still to be summed, scatters it, updates the shard and gathers the update; there `inner`
-    must be shard-local, and is refused otherwise.
+    must be shard-local, and is refused otherwise. At stage 3 parameters, gradients and updates are
+    shards, in stored shapes.
 
     State leaves have the tree and the shapes that `inner` gives them, padded where
     `print(part)` says so. `inner` does not see integer and bool parameters; their update is zero.
@@ -68,9 +69,9 @@ def zero(
       A `GradientTransformationExtraArgs`; extra arguments go to `inner`.
 
     Raises:
-      ValueError: from `init` and `update`: the tree differs from the partition's; `update` needs
-        `params`; or, inside `jax.shard_map`, `inner` is not shard-local or `local_gradients` is
-        needed.
+      ValueError: `master_dtype` is not floating. From `init` and `update`: the tree differs from
+        the partition's; a master needs `params`; or, inside `jax.shard_map`, `inner` is not
+        shard-local or `local_gradients` is needed.
       TypeError: from `init` and `update`, inside `jax.shard_map(check_vma=False)`.
 
     References:
@@ -103,13 +104,22 @@ def zero(
         return layout_of(tuple(part.plans(tree)), jax.tree.structure(tree))
 
     def take(leaf: LeafPlan, x: jax.Array) -> jax.Array:
-        return _collectives.take(part, leaf, leaf, x)
+        return x if part.stage == 3 else _collectives.take(part, leaf, leaf, x)
+
+    def unpad(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        return _collectives.unpad(x, leaf) if part.stage == 3 else x
+
+    def pad(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        return _collectives.pad(x, leaf) if part.stage == 3 else x
+
+    def give(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        return x if part.stage == 3 else _collectives.gather(leaf, leaf, x)
 
     def cast(leaf: LeafPlan, x: jax.Array) -> jax.Array:
         return x.astype(working_dtype(leaf, master_dtype))
 
     def to_shard(leaf: LeafPlan, x: jax.Array) -> jax.Array:
-        return constrain(part.mesh, x, leaf.shard_spec)
+        return _collectives.to_natural(part, x, leaf.shape, leaf.shard_spec)
 
     def to_updates(updates: Any, state: Any, params: Any) -> Any:
         return updates if master_dtype is None else subtract_params(updates, state, params)
@@ -120,7 +130,8 @@ def zero(
         if any(map(on_twin, jax.tree.leaves(params))):
             leaves = layout(params)
             try:
-                state = inner.init(part.map(lambda leaf, x: reshard(x, leaf.shard_spec), params))
+                natural = part.map(unpad, params)
+                state = inner.init(part.map(lambda leaf, x: reshard(x, leaf.shard_spec), natural))
             except Exception:  # an init that refuses the twin's types; nothing else matters there
                 state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), leaves)
             return jax.tree.map(lambda leaf, x: reshard(x, leaf.spec), leaves, state)
@@ -168,14 +179,15 @@ def zero(
             _check_state(part, leaves, state, "zero.update")
             shards = part.map(cast, reduce_to_shards(part, updates, local_gradients))
             updates, state = inner.update(shards, state, part.map(take, params), **extra)
-            updates = to_updates(part.map(_collectives.gather, updates), state, params)
+            updates = to_updates(part.map(give, updates), state, params)
         elif any(map(on_twin, jax.tree.leaves(updates))):
+            updates, params = (part.map(unpad, tree) for tree in (updates, params))
             updates, state = inner.update(updates, state, params, **extra)
-            updates = to_updates(updates, state, params)
+            updates = part.map(pad, to_updates(updates, state, params))
         else:
             _check_state(part, leaves, state, "zero.update")
             specs = (
-                part.map(lambda leaf, _: leaf.model_spec, updates),
+                part.map(lambda leaf, _: part.param_spec(leaf), updates),
                 jax.tree.map(lambda leaf: leaf.spec, leaves),
             )
             updates, state = run_globally(
@@ -190,14 +202,13 @@ def zero(
         leaves = layout(updates if params is None else params)
         updates = part.map(cast, part.map(to_shard, updates))
         # First to the specs where they live: XLA must not move unplaced parameters elsewhere.
-        params = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), params)
+        params = part.map(lambda leaf, x: constrain(part.mesh, x, part.param_spec(leaf)), params)
         shards = part.map(to_shard, params)
         state = jax.tree.map(
             lambda leaf, x: _collectives.to_natural(part, x, leaf.shape, leaf.spec), leaves, state
         )
         updates, state = inner.update(updates, state, shards, **arrays, **functions)
-        updates = part.map(to_shard, updates)
-        updates = part.map(lambda leaf, x: constrain(part.mesh, x, leaf.model_spec), updates)
+        updates = part.map(functools.partial(_to_params, part), updates)
         return to_updates(updates, state, params), _store(part, leaves, state)
 
     def not_local(
@@ -262,7 +273,7 @@ def _abstract_leaves(
 ) -> tuple[list[jax.ShapeDtypeStruct], Any]:
     specs = jax.tree.leaves(part.param_specs)
     pairs = zip(part.leaves, specs, strict=True)
-    params = [typed(part, leaf.shape, leaf.dtype, spec) for leaf, spec in pairs]
+    params = [typed(part, part.param_shape(leaf), leaf.dtype, spec) for leaf, spec in pairs]
     leaves, treedef = jax.tree.flatten(state_specs(part, tx.init, part.treedef.unflatten(params)))
 
     def abstract(leaf: StateLeaf) -> jax.ShapeDtypeStruct:
@@ -286,7 +297,9 @@ def check_leaves(
         if leaf is None:
             problems.append(f"  {path}: was not there when the partition was made")
             continue
-        shape = _collectives.local_shape(part, leaf.shape, leaf.model, manual)
+        shape = part.param_shape(leaf)
+        axes = from_spec(part.param_spec(leaf), len(shape))
+        shape = _collectives.local_shape(part, shape, axes, manual)
         if np.shape(x) != shape:
             problems.append(f"  {path}: expected shape {shape}, got {np.shape(x)}")
         elif dtypes and x.dtype != leaf.dtype and not (wider and is_wider(x.dtype, leaf.dtype)):
@@ -330,6 +343,12 @@ def _show_untrainable(part: Partition, updates: Any, whole: Any) -> Any:
         return next(shown) if leaf.trainable else jnp.zeros(np.shape(x), leaf.dtype)
 
     return part.map(show, whole)
+
+
+def _to_params(part: Partition, leaf: LeafPlan, x: jax.Array) -> jax.Array:
+    """A natural array in its shard spec in the shape and spec of the parameters."""
+    x = _collectives.to_stored(part, x, part.param_shape(leaf), leaf.shard_spec)
+    return constrain(part.mesh, x, part.param_spec(leaf))
 
 
 def _store(part: Partition, layout: Any, state: Any) -> Any:
