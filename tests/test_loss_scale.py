@@ -239,6 +239,18 @@ def test_the_program_holds_no_callback_and_no_conditional():
     assert "callback" not in text and "stablehlo.case" not in text and "stablehlo.if" not in text
 
 
+def test_a_state_made_eagerly_can_be_donated():
+    params = make_params()
+    part = plan(make_mesh("mesh8"), params)
+    tx = zerojax.dynamic_loss_scale(zerojax.zero(optax.adamw(1e-2), part, master_dtype=F32))
+    placed = part.place(params)
+    state = tx.init(placed)
+    grads = make_grads(params, 0)
+    _, after = jax.jit(tx.update, donate_argnums=1)(grads, state, placed)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    assert int(after.clean_steps) == 1
+
+
 def test_the_floor_is_noticed_without_waiting():
     @dataclasses.dataclass
     class Scale:

@@ -89,8 +89,8 @@ def dynamic_loss_scale(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> LossScaleState:
-        none = jnp.zeros((), jnp.int32)
-        return LossScaleState(jnp.asarray(initial, jnp.float32), none, none, inner.init(params))
+        steps, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))  # both can be donated
+        return LossScaleState(jnp.asarray(initial, jnp.float32), steps, skipped, inner.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         raise_at_floor(state.scale)
