@@ -119,6 +119,11 @@ def zeros(part: Partition, view: LeafPlan, dtype: Any) -> jax.Array:
     return fully_manual(lambda x: x, view, view)(jnp.zeros(shape, dtype))
 
 
+def total(view: LeafPlan, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum over Manual axes of a device's shard of a view."""
+    return fully_manual(lambda x: lax.psum(x, tuple(axes)), view, view)(x) if axes else x
+
+
 def unsharded_axes(part: Partition, leaf: LeafPlan) -> tuple[str, ...]:
     """The data axes that a leaf is summed over without being sharded over them."""
     spec_axes = leaf.model_axes + leaf.shard_axes

@@ -25,6 +25,17 @@ def manual_axes() -> set[str]:
     return axes_of_type(get_abstract_mesh(), AxisType.Manual)
 
 
+def varying_axes(x: Any) -> set[str]:
+    """The mesh axes over which an array of a Manual region is typed varying."""
+    return set(jax.typeof(x).manual_axis_type.varying)
+
+
+def as_varying(x: Any, axes: Iterable[str]) -> Any:
+    """An array of a Manual region with types, cast to varying over axes that it does not have."""
+    missing = tuple(a for a in axes if a in manual_axes() - varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def current_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh with the axis types that it has in the surrounding code."""
     here = get_abstract_mesh()

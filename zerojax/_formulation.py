@@ -1,11 +1,13 @@
 """How a loss is differentiated: by step or by layer, as is seen from the loss itself."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives
@@ -16,7 +18,7 @@ from zerojax._loss import NotTraced, TracedLoss, trace_loss
 from zerojax._partition import Partition
 from zerojax._shard import Shard
 from zerojax._shard_uses import REDUCED, ShardUses, Value, equations
-from zerojax._specs import from_spec, raise_all, widened
+from zerojax._specs import Axes, from_spec, raise_all, widened
 from zerojax._wire import Wire
 
 
@@ -41,11 +43,13 @@ class Formulation:
 
     Attributes:
       loss: the traced loss.
+      wire: how weights reach it, and gradients leave it.
       shards: the parameters that it receives as `Shard`s; the others are whole weights.
       layered: those of them whose reduced gradients its backward pass delivers.
     """
 
     loss: TracedLoss
+    wire: Wire
     shards: frozenset[int] = frozenset()
     layered: frozenset[int] = frozenset()
 
@@ -68,30 +72,32 @@ def choose_formulation(
       ValueError: devices would not unshard the same.
       NotTraced: it cannot be traced.
     """
-    part, wire, leaves = options.part, options.wire, options.part.leaves
+    part, leaves = options.part, options.part.leaves
 
-    def trace(shards: frozenset[int], layered: frozenset[int]) -> Formulation:
+    def trace(wire: Wire, shards: frozenset[int], layered: frozenset[int]) -> Formulation:
         params = part.treedef.unflatten(
             [
-                _shard(options, leaf, i in layered)
+                _shard(options, wire, leaf, i in layered)
                 if i in shards
-                else _Held(leaf.shape, leaf.model_spec, wire.dtype(leaf))
+                else _Held(leaf.shape, leaf.model_spec, wire.dtype(leaf), wire.weight_axes(leaf))
                 for i, leaf in enumerate(leaves)
             ]
         )
         specs = jax.tree.map(lambda held: held.spec, params)
         loss = trace_loss(
             as_typed(
-                options.loss_fn, part.mesh, part.model_axes,
+                options.loss_fn, part.mesh,
+                [a for a in part.model_axes if a not in wire.manual_axes],
                 (specs, *batch.treedef.unflatten(batch.specs)),
             ),
-            jax.tree.map(lambda held: held.on_device(part), params), example,
+            jax.tree.map(lambda held: held.on_device(wire), params), example,
             data_axes=part.data_axes, has_aux=options.has_aux,
             aux_reduction=options.aux_reduction, weighted=options.reduction == "weighted",
         )  # fmt: skip
-        return Formulation(loss, shards, layered)
+        return Formulation(loss, wire, shards, layered)
 
-    step = trace(frozenset(), frozenset())
+    step = _trace_copied(options, lambda wire: trace(wire, frozenset(), frozenset()))
+    wire = step.wire
     sharded = frozenset(i for i, leaf in enumerate(leaves) if leaf.shard_axes)
     if not (step.loss.unshards and sharded):
         return step, None, _text(options, None, {})
@@ -101,6 +107,7 @@ def choose_formulation(
         step.loss.jaxpr,
         [Value(leaf=leaf if i in shards else None) for i, leaf in enumerate(leaves)]
         + [Value(varies=varies) for varies in batch.varies(example)],
+        part.data_axes,
     )
     raise_all(
         "value_and_grad: on its way to zerojax.unshard a parameter may only be sliced along dims "
@@ -121,7 +128,7 @@ def choose_formulation(
             dict.fromkeys(uses.uneven),
         )
     try:
-        layer = trace(shards, layered)
+        layer = trace(wire, shards, layered)
     except NotTraced as failure:  # code that needs to know what a Shard does not tell
         raise failure.__cause__ or failure from None
     names = [str(eqn.params.get("name")) for eqn in equations(layer.loss.jaxpr)]
@@ -134,33 +141,72 @@ def choose_formulation(
     return step, layer, _text(options, layer, often)
 
 
+def _trace_copied(options: Options, trace: Callable[[Wire], Formulation]) -> Formulation:
+    """Traces with copies of weights over as many Manual axes as the types of the loss allow.
+
+    Gradients of copies are summed once per step, on shards. Without copies JAX sums a gradient
+    where the weight is used: per layer, or in one branch of a conditional only. But what is
+    computed from a copy is typed varying, and may stay so up to the loss.
+    """
+    axes = options.wire.manual_axes
+    subsets = (itertools.combinations(axes, size) for size in range(len(axes), -1, -1))
+    varies = frozenset()
+    for copied in itertools.chain.from_iterable(subsets):
+        try:
+            step = trace(dataclasses.replace(options.wire, copied=copied))
+        except NotTraced:
+            if copied:
+                continue
+            raise
+        varies = step.loss.varying & {*axes}
+        if not varies:
+            return step
+    raise ValueError(
+        f"value_and_grad: the loss is typed varying over {sorted(varies)}, so that its gradients "
+        "would count once for each device along it. Return the same value from all of them: "
+        "jax.lax.psum over the axis if one device has the loss and the others zero, "
+        "jax.lax.pmean if all have it already"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What a device holds of an array: the shape and spec of the whole, and the dtype."""
+    """What a device holds of an array.
+
+    Attributes:
+      shape, spec: of the whole array.
+      dtype: of the array.
+      varying: the axes over which it varies, where the Manual region has types.
+    """
 
     shape: tuple[int, ...]
     spec: P
     dtype: Any
+    varying: Axes
 
-    def on_device(self, part: Partition) -> jax.ShapeDtypeStruct:
+    def on_device(self, wire: Wire) -> jax.Array | jax.ShapeDtypeStruct:
         axes = from_spec(self.spec, len(self.shape))
-        shape = _collectives.local_shape(part, self.shape, axes, part.data_axes)
-        return jax.ShapeDtypeStruct(shape, self.dtype)
+        shape = _collectives.local_shape(wire.part, self.shape, axes, wire.region_axes)
+        if not wire.manual_axes:
+            return jax.ShapeDtypeStruct(shape, self.dtype)
+        return wire.vary(jnp.zeros(shape, self.dtype), self.varying)
 
 
-def _shard(options: Options, leaf: LeafPlan, layered: bool) -> Shard:
+def _shard(options: Options, wire: Wire, leaf: LeafPlan, layered: bool) -> Shard:
     """The `Shard` of a leaf, with a `_Held` for each array."""
     part, wide = options.part, widened(leaf.dtype)
     view = _collectives.split_view(part, leaf)
-    value = _Held(leaf.shape, leaf.model_spec, leaf.dtype)
+    stored, own = (view.stored, view.shard_spec), leaf.model_axes
+    whole = (leaf.shape, leaf.model_spec)
+    value = _Held(*whole, leaf.dtype, own)
     if part.stage == 3:
-        value = _Held(view.stored, view.shard_spec, leaf.dtype)
+        value = _Held(*stored, leaf.dtype, own + leaf.shard_axes)
     accumulates = layered and part.stage == 1 and options.accumulate > 1
     return Shard(
         value,
-        _Held(view.stored, view.shard_spec, wide) if layered else None,
-        _Held(leaf.shape, leaf.model_spec, wide) if accumulates else None,
-        leaf=leaf, mesh=part.mesh, wire=options.wire,
+        _Held(*stored, wide, wire.shard_axes(leaf)) if layered else None,
+        _Held(*whole, wide, wire.weight_axes(leaf)) if accumulates else None,
+        leaf=leaf, mesh=part.mesh, wire=wire,
     )  # fmt: skip
 
 

@@ -1,20 +1,19 @@
 """`value_and_grad`: gradients of a local loss, reduced to shards."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zerojax import _collectives
+from zerojax import _collectives, _contexts
 from zerojax._batch import plan_batch
 from zerojax._contexts import (
     constrain,
     current_mesh,
     is_boundary,
-    manual_axes,
     run_globally,
     standing_on,
 )
@@ -23,7 +22,7 @@ from zerojax._leaf_plan import LeafPlan
 from zerojax._loss import PLAIN, NotTraced
 from zerojax._microbatches import device_gradients
 from zerojax._partition import Partition, check_tree
-from zerojax._specs import broadcast_prefix, restrict
+from zerojax._specs import as_axes, broadcast_prefix, restrict
 from zerojax._wire import Wire
 
 
@@ -71,6 +70,7 @@ def value_and_grad(
     reduce_dtype: Any = None,
     grad_dtype: Any = None,
     trainable: Any = True,
+    manual_axes: str | Sequence[str] = (),
 ) -> GradientFunction:
     """Like `jax.value_and_grad`, with gradients reduce-scattered to their shards.
 
@@ -107,6 +107,9 @@ def value_and_grad(
         reduce-scatter and rounds once where 16 bits round at each device.
       grad_dtype: dtype of the gradients; by default that of each parameter. Use float32 beside
         `zero(master_dtype=)`. Microbatches add up in float32 or wider.
+      manual_axes: model axes that `loss_fn` communicates over by itself (`psum`, `ppermute`); it
+        then sees each device's block of a leaf whose spec uses them. The loss must come out the
+        same along them, by its type.
       trainable: tree prefix of bools; where false the gradient is zero, and costs nothing (LoRA).
 
     Returns:
@@ -121,8 +124,9 @@ def value_and_grad(
       ValueError: from `grad_fn`: the batch does not divide by devices x `accumulate`, arguments
         disagree on its size, the loss reduces over the data axes itself, cannot be traced inside a
         Manual region, or is no floating scalar; aux that needs `aux_reduction`; a parameter that is
-        used before it is unsharded.
-      TypeError: the loss calls `unshard` and uses another parameter without it.
+        the loss is typed varying over one of `manual_axes`.
+      TypeError: the loss calls `unshard` and uses another parameter without it, or computes with a
+        parameter before it unshards it.
 
     References:
       Rajbhandari et al., "ZeRO", 2020, sections 5.1 to 5.3; Micikevicius et al., "Mixed Precision
@@ -140,6 +144,13 @@ def value_and_grad(
         raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', got {reduction!r}.")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate must be at least 1, and an int, got {accumulate!r}.")
+    manual_axes = as_axes(manual_axes)
+    if unknown := [a for a in manual_axes if a not in part.model_axes]:
+        raise ValueError(
+            f"value_and_grad: manual_axes names {unknown}; the model axes of this partition are "
+            f"{part.model_axes} (the data axes {part.data_axes} are Manual already)."
+        )
+    wire = Wire(part, reduction != "sum", compute_dtype, reduce_dtype, manual_axes)
     masks = broadcast_prefix("trainable", trainable, part.treedef.unflatten(part.leaves))
     trained = tuple(
         i for i, (leaf, mask) in enumerate(zip(part.leaves, masks, strict=True))
@@ -147,8 +158,7 @@ def value_and_grad(
     )  # fmt: skip
     views = [_collectives.split_view(part, leaf) for leaf in part.leaves]
     options = Options(
-        loss_fn, part, Wire(part, reduction != "sum", compute_dtype, reduce_dtype), accumulate,
-        has_aux, aux_reduction, reduction, grad_dtype, trained,
+        loss_fn, part, wire, accumulate, has_aux, aux_reduction, reduction, grad_dtype, trained,
     )  # fmt: skip
     formulation: list[str] = []
     aux_specs = jax.tree.map(
@@ -175,10 +185,12 @@ def value_and_grad(
         region = jax.shard_map(
             local,
             mesh=current_mesh(part.mesh),
-            in_specs=(on_data_axes(held_specs), on_data_axes(list(batch.specs)), P()),
-            out_specs=[P(), aux_specs, on_data_axes([views[i].shard_spec for i in trained])],
-            axis_names=set(part.data_axes),
-            check_vma=False,  # any model code runs; the reductions are explicit
+            in_specs=(in_region(held_specs), in_region(list(batch.specs)), P()),
+            out_specs=[P(), aux_specs, in_region([views[i].shard_spec for i in trained])],
+            axis_names=set(wire.region_axes),
+            # Over data axes any model code runs, and the reductions are explicit; where the user
+            # communicates as well, types tell what is still to be summed.
+            check_vma=bool(manual_axes),
         )
         loss, aux, shards = region(held, leaves, loss_scale)
         reduced = dict(zip(trained, shards, strict=True))
@@ -194,8 +206,8 @@ def value_and_grad(
         grads = part.treedef.unflatten([gradient(i, leaf) for i, leaf in enumerate(part.leaves)])
         return ((loss, aux) if has_aux else loss), grads
 
-    def on_data_axes(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: restrict(spec, part.data_axes), specs)
+    def in_region(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: restrict(spec, wire.region_axes), specs)
 
     def grad_spec(leaf: LeafPlan, boundary: bool) -> P:
         """Where a gradient is left; an uneven sharding cannot pass a boundary."""
@@ -203,7 +215,7 @@ def value_and_grad(
         return leaf.model_spec if boundary and uneven else leaf.shard_spec
 
     def call(loss_scale: Any, params: Any, *args: Any) -> Any:
-        if manual := manual_axes():
+        if manual := _contexts.manual_axes():
             raise ValueError(
                 f"value_and_grad: called inside a jax.shard_map over {sorted(manual)}, and makes "
                 "its own. Call it outside, or use jax.value_and_grad and zero(local_gradients=)."

@@ -32,6 +32,7 @@ class TracedLoss:
       call: `(params, args) -> (loss, (weight, aux_leaves))` on local arrays.
       jaxpr: of `loss_fn`.
       unshards: whether it calls `unshard`.
+      varying: the mesh axes over which its results are typed varying.
       dtype: of the loss.
       aux_treedef: structure of the auxiliary output.
       aux: "mean" or "concat" for each of its leaves.
@@ -40,6 +41,7 @@ class TracedLoss:
     call: Callable[[Any, Any], tuple[jax.Array, tuple[jax.Array, list[jax.Array]]]]
     jaxpr: Any
     unshards: bool
+    varying: frozenset[str]
     dtype: Any
     aux_treedef: Any
     aux: list[str]
@@ -114,7 +116,9 @@ def trace_loss(
         return result[0], (weight, result[1 + weighted :])
 
     unshards = any(eqn.params.get("name") == UNSHARDED for eqn in every)
-    return TracedLoss(call, closed.jaxpr, unshards, loss.dtype, aux_treedef, how)
+    types = (atom.aval.manual_axis_type for atom in closed.jaxpr.outvars)
+    varying = frozenset(axis for kind in types for axis in kind.varying)
+    return TracedLoss(call, closed.jaxpr, unshards, varying, loss.dtype, aux_treedef, how)
 
 
 def _pair(out: Any, option: str, expected: str) -> tuple[Any, Any]:

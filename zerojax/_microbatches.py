@@ -7,7 +7,6 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from zerojax import _collectives
 from zerojax._batch import Batch
 from zerojax._formulation import Formulation, Options, choose_formulation
 from zerojax._shard import Shard
@@ -32,22 +31,18 @@ def device_gradients(
       The loss, the auxiliary output, the reduced gradients of the trained leaves as shards of
       their `split_view`s, and a text that says which formulation was chosen.
     """
-    part, wire, accumulate = options.part, options.wire, options.accumulate
+    part, accumulate = options.part, options.accumulate
     leaves = part.leaves
     shared, split = batch.on_device(args, lax.axis_index(part.data_axes))
     example = batch.microbatch(shared, [x[0] for x in split], 0)
     step, layer, text = choose_formulation(options, batch, example)
-    how = layer or step
+    how, wire = layer or step, step.wire
     local_first = part.stage == 1 and accumulate > 1  # all microbatches but the last
     weights = {
         i: wire.weight(leaf, x)
         for i, (leaf, x) in enumerate(zip(leaves, held, strict=True))
         if i not in how.shards or local_first
     }
-
-    def zeros(i: int) -> jax.Array:
-        view = _collectives.split_view(part, leaves[i])
-        return _collectives.zeros(part, view, widened(leaves[i].dtype))
 
     def microbatch(
         how: Formulation, slices: list[jax.Array], index: Any, totals: Leaves
@@ -68,7 +63,9 @@ def device_gradients(
             scaled = loss if loss_scale is None else loss * loss_scale.astype(loss.dtype)
             return scaled, (loss, *rest)
 
-        inputs = {i: zeros(i) if i in how.layered else weights[i] for i in options.trained}
+        inputs = {
+            i: wire.zeros(leaves[i]) if i in how.layered else weights[i] for i in options.trained
+        }
         return jax.grad(loss_of, has_aux=True)(inputs)
 
     def add_up(
@@ -84,7 +81,9 @@ def device_gradients(
             return totals, (loss.astype(widened(loss.dtype)), *rest)
 
         totals = {
-            i: zeros(i) if i in reduced else jnp.zeros_like(weights[i], widened(leaves[i].dtype))
+            i: wire.zeros(leaves[i])
+            if i in reduced
+            else jnp.zeros_like(weights[i], widened(leaves[i].dtype))
             for i in options.trained
         }
         return lax.scan(add, totals, (split, jnp.arange(count)))
@@ -107,6 +106,7 @@ def device_gradients(
         reduced = frozenset(reduced)
         grads, out = add_up(how, reduced, split, accumulate)
     grads = reduce(grads, sorted(grads.keys() - reduced))
+    grads = {i: wire.sum_copies(leaves[i], grads[i]) for i in options.trained}
     return *_combine(options, how, grads, out, loss_scale), text
 
 
@@ -118,6 +118,7 @@ def _combine(
     devices = part.data_size
 
     def over_devices(x: jax.Array) -> jax.Array:
+        x = how.wire.vary(x, part.data_axes)
         return lax.psum(x, part.data_axes) if devices > 1 else x
 
     loss, weight, aux = out

@@ -16,6 +16,7 @@ from zerojax._partition import Partition, dtype_of
 from zerojax._specs import (
     Axes,
     Spec,
+    as_axes,
     axes_of_type,
     broadcast_prefix,
     from_spec,
@@ -78,7 +79,7 @@ def partition(
     >>> part.shard_specs["w"], part.by_path["['b']"].reason
     (P(None, 'data'), '3 elements are fewer than 8 shards')
     """
-    shard_axes, replicate_axes = _as_axes(shard_axes), _as_axes(replicate_axes)
+    shard_axes, replicate_axes = as_axes(shard_axes), as_axes(replicate_axes)
     _check_axes(mesh, shard_axes, replicate_axes)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}.")
@@ -117,10 +118,6 @@ def partition(
             problems.append(f"  {path or '(root)'}: {error}")
     raise_all("partition: these leaves cannot be planned", problems)
     return Partition(mesh, stage, shard_axes, replicate_axes, treedef, tuple(leaves))
-
-
-def _as_axes(axes: str | Sequence[str]) -> Axes:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _check_axes(mesh: Mesh | AbstractMesh, shard_axes: Axes, replicate_axes: Axes) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from zerojax._leaf_plan import LeafPlan
+from zerojax._specs import Axes
 
 UNSHARDED = "zerojax_unshard"  # the name of what `unshard` returns
 REDUCED = "zerojax_reduce "  # the start of the name of a gradient that it reduces; then the path
@@ -62,8 +63,9 @@ class ShardUses:
       uneven: a line for each `unshard` that some devices may not reach, or with another slice.
     """
 
-    def __init__(self, jaxpr: Any, inputs: Values):
+    def __init__(self, jaxpr: Any, inputs: Values, data_axes: Axes):
         """Reads the jaxpr of a loss that was traced on whole parameters."""
+        self._data_axes = {*data_axes}
         self.counts: defaultdict[str, float] = defaultdict(int)
         self.problems: list[str] = []
         self.uneven: list[str] = []
@@ -93,7 +95,9 @@ class ShardUses:
             return self._walk(inner[0], ins)
         for jaxpr in inner:
             self._walk(jaxpr, [Value(varies=True)] * len(jaxpr.invars))
-        varies = name == "axis_index" or any(value.varies for value in ins)
+        varies = any(value.varies for value in ins)
+        if name == "axis_index":
+            varies = params["axis_name"] in self._data_axes
         if name in _SLICES and ins[0].leaf and _keeps(eqn, ins[0]):
             times = math.inf if name in ("dynamic_slice", "gather") else 1
             out = dataclasses.replace(ins[0].repeated(times), varies=varies)

@@ -35,6 +35,11 @@ def restrict(spec: P, axes: Iterable[str]) -> P:
     return to_spec(tuple(a for a in dim if a in axes) for dim in from_spec(spec, len(spec)))
 
 
+def as_axes(axes: str | Iterable[str]) -> Axes:
+    """One axis or several, as a tuple."""
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
 def axes_size(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> int:
     """The number of devices along some mesh axes."""
     return math.prod(mesh.shape[axis] for axis in axes)

@@ -1,4 +1,4 @@
-"""What crosses the wire between the data-parallel devices of a Manual region, in which dtypes."""
+"""What crosses the wire between the devices of a Manual region, and in which dtypes."""
 
 import dataclasses
 from typing import Any
@@ -7,8 +7,10 @@ import jax
 from jax import numpy as jnp
 
 from zerojax import _collectives
+from zerojax._contexts import as_varying, varying_axes
 from zerojax._leaf_plan import LeafPlan
 from zerojax._partition import Partition
+from zerojax._specs import Axes, widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +22,22 @@ class Wire:
       average: whether the gradients of the devices are averaged, or summed.
       compute_dtype: dtype of floating weights in the model; `None` leaves them as they are.
       reduce_dtype: dtype in which gradients are reduced; `None` leaves them as they are.
+      manual_axes: model axes that are Manual too. The region then has types.
+      copied: those of them over which every device has its own copy of a weight, whose gradients
+        have to be summed; over the others JAX sums where a weight is used.
     """
 
     part: Partition
     average: bool
     compute_dtype: Any = None
     reduce_dtype: Any = None
+    manual_axes: Axes = ()
+    copied: Axes = ()
+
+    @property
+    def region_axes(self) -> Axes:
+        """All axes that are Manual."""
+        return self.part.data_axes + self.manual_axes
 
     def dtype(self, leaf: LeafPlan) -> Any:
         """The dtype in which the model sees a weight."""
@@ -37,17 +49,33 @@ class Wire:
         dtype = self.dtype(leaf)
         return x if x.dtype == dtype else x.astype(dtype)
 
+    def vary(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """The same value, typed varying over some axes; where there are no types, as it is."""
+        return as_varying(x, axes) if self.manual_axes else x
+
+    def weight_axes(self, leaf: LeafPlan) -> Axes:
+        """The axes over which a weight and its local gradient vary."""
+        return self.part.data_axes + leaf.model_axes + self.copied
+
+    def shard_axes(self, leaf: LeafPlan) -> Axes:
+        """The axes over which a reduced gradient varies."""
+        return leaf.shard_axes + leaf.model_axes + self.copied
+
     def weight(self, leaf: LeafPlan, x: jax.Array) -> jax.Array:
-        """A whole weight, or a slice of it along leading dims, from what this device holds."""
+        """A whole weight, or a slice of it along leading dims, from what this device holds.
+
+        Typed as this device's own: its gradients are local.
+        """
         x = self.cast(leaf, x)  # before the gather, which then moves fewer bytes
-        if self.part.stage < 3 or not leaf.shard_axes:
-            return x
-        view = _collectives.split_view(self.part, leaf)
-        leaf = leaf.trailing(x.ndim - len(view.shape) + len(leaf.shape))
-        return _collectives.gather(leaf, _collectives.split_view(self.part, leaf), x)
+        if self.part.stage == 3 and leaf.shard_axes:
+            view = _collectives.split_view(self.part, leaf)
+            trailing = leaf.trailing(x.ndim - len(view.shape) + len(leaf.shape))
+            view = _collectives.split_view(self.part, trailing)
+            x = _collectives.gather(trailing, view, x)
+        return self.vary(x, self.weight_axes(leaf))
 
     def gradient(self, leaf: LeafPlan, g: jax.Array) -> jax.Array:
-        """This device's shard of the reduced gradient of a weight, or of a slice of it."""
+        """This device's shard of a gradient, or of a slice of one, reduced over the data axes."""
         leaf = leaf.trailing(g.ndim)
         devices = self.part.data_size
         if devices == 1:
@@ -59,3 +87,15 @@ class Wire:
         view = _collectives.split_view(self.part, leaf)
         rest = _collectives.unsharded_axes(self.part, leaf)
         return _collectives.scatter(leaf, view, g.astype(dtype), rest)
+
+    def sum_copies(self, leaf: LeafPlan, g: jax.Array) -> jax.Array:
+        """The sum of the gradients of a weight's copies; once per step, and of shards."""
+        pending = varying_axes(g) & {*self.manual_axes} - {*leaf.model_axes}
+        axes = [a for a in self.manual_axes if a in pending]
+        return _collectives.total(_collectives.split_view(self.part, leaf), g, axes)
+
+    def zeros(self, leaf: LeafPlan) -> jax.Array:
+        """Zeros in the type of a shard from `gradient`, in float32 or wider."""
+        view = _collectives.split_view(self.part, leaf)
+        x = _collectives.zeros(self.part, view, widened(leaf.dtype))
+        return self.vary(x, self.shard_axes(leaf))
