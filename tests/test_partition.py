@@ -65,14 +65,14 @@ RULES = {
                        f"64 {FEW} min_size=65"),
     "of min_size": ((8, 8), DATA, {"min_size": 64}, P("data", None), None, ""),
     # several shard axes
-    "two axes on one dim": ((3, 16), {"a": 2, "b": 4}, AB, P(None, ("a", "b")), None, ""),
-    "one dim rather than two": ((8, 8), {"a": 2, "b": 4}, AB, P(("a", "b"), None), None, ""),
+    "two axes on one dim": ((3, 16), {"a": 2, "b": 4}, AB, P(None, ("b", "a")), None, ""),
+    "one dim rather than two": ((8, 8), {"a": 2, "b": 4}, AB, P(("b", "a"), None), None, ""),
     "a dim each, where a greedy choice would pad": (
         (6, 12), {"a": 2, "b": 4}, AB, P("a", "b"), None, ""),
     "a dim each, crosswise": ((12, 6), {"a": 2, "b": 4}, AB, P("b", "a"), None, ""),
     "order of shard_axes": (
-        (16,), {"a": 2, "b": 4}, {"shard_axes": ("b", "a")}, P(("b", "a")), None, ""),
-    "two axes, padded": ((9,), {"a": 2, "b": 4}, AB, P(("a", "b")), (16,), "dim 0: 9 to 16"),
+        (16,), {"a": 2, "b": 4}, {"shard_axes": ("b", "a")}, P(("a", "b")), None, ""),
+    "two axes, padded": ((9,), {"a": 2, "b": 4}, AB, P(("b", "a")), (16,), "dim 0: 9 to 16"),
     "an axis of size 1 is left out": ((8, 4), {"a": 1, "b": 4}, AB, P("b", None), None, ""),
     "replicate_axes": ((8,), {"data": 4, "rep": 2}, {"replicate_axes": "rep"}, P("data"), None, ""),
     # model axes
@@ -115,7 +115,7 @@ RULES = {
         (5, 64), DATA, {"shard_dim": lambda *_: 0}, P("data", None), (8, 64),
         "padded, shard_dim chose it: dim 0: 5 to 8"),
     "shard_dim puts all axes on it": (
-        (8, 64), {"a": 2, "b": 4}, {**AB, "shard_dim": lambda *_: 0}, P(("a", "b"), None),
+        (8, 64), {"a": 2, "b": 4}, {**AB, "shard_dim": lambda *_: 0}, P(("b", "a"), None),
         None, ""),
     "stage 0": ((64,), DATA, {"stage": 0}, P(None), None, "stage 0 shards no state"),
     "stage 2": ((64,), DATA, {"stage": 2}, P("data"), None, ""),

@@ -62,10 +62,16 @@ def _reshape_blocks(part: Partition, before: LeafPlan, after: LeafPlan, x: jax.A
     return reshape(x)
 
 
-def scatter(leaf: LeafPlan, view: LeafPlan, x: jax.Array, rest: tuple[str, ...]) -> jax.Array:
+def scatter(
+    part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array, rest: tuple[str, ...]
+) -> jax.Array:
     """Sums over the data axes; each device keeps its shard. In a Manual region.
 
+    The last one of `shard_axes` comes first: over the axes before it, which may be the slow ones,
+    then go shards only.
+
     Args:
+      part: the partition.
       leaf: the leaf's plan.
       view: its `split_view`, or `leaf` itself where the model axes are Manual already.
       x: one device's gradient in its natural shape.
@@ -77,9 +83,8 @@ def scatter(leaf: LeafPlan, view: LeafPlan, x: jax.Array, rest: tuple[str, ...])
 
     def collective(x: jax.Array) -> jax.Array:
         x = pad(_split(leaf, view, x), view)
-        for dim, axes in enumerate(view.shard):
-            if axes:
-                x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        for axis, dim in reversed(_shard_steps(part, view)):
+            x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
         return lax.psum(x, rest) if rest else x
 
     return fully_manual(collective, leaf, view)(x)
@@ -99,16 +104,24 @@ def take(part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.A
     return fully_manual(collective, leaf, view)(x)
 
 
-def gather(leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
-    """The whole array, natural shape, typed invariant, from every device's shard of the view."""
+def gather(part: Partition, leaf: LeafPlan, view: LeafPlan, x: jax.Array) -> jax.Array:
+    """The whole array, natural shape, typed invariant, from every device's shard of the view.
+
+    The first one of `shard_axes` comes first, as in `scatter` it comes last.
+    """
 
     def collective(x: jax.Array) -> jax.Array:
-        for dim, axes in enumerate(view.shard):
-            if axes:
-                x = lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
+        for axis, dim in _shard_steps(part, view):
+            x = lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
         return _merge(leaf, view, unpad(x, view))
 
     return fully_manual(collective, view, leaf)(x)
+
+
+def _shard_steps(part: Partition, view: LeafPlan) -> list[tuple[str, int]]:
+    """The shard axes of a leaf, from the first to the last of the partition's, with their dims."""
+    dims = {axis: dim for dim, axes in enumerate(view.shard) for axis in axes}
+    return [(axis, dims[axis]) for axis in part.shard_axes if axis in dims]
 
 
 def zeros(part: Partition, view: LeafPlan, dtype: Any) -> jax.Array:

@@ -80,7 +80,7 @@ def run_globally(
     explicit = axes_of_type(current_mesh(mesh), AxisType.Explicit)
     if explicit:
         specs, treedef = jax.tree.flatten(out_specs)
-        shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+        shardings = tuple(NamedSharding(mesh, restrict(spec, explicit)) for spec in specs)
         fn = _enter_auto(fn, mesh, tuple(sorted(explicit)), shardings, treedef)
     if is_eager(args):
         args = jax.tree.map(lambda x: _on_mesh(x, mesh), args)

@@ -21,7 +21,7 @@ class LeafPlan:
       shape: the *natural* shape, the user's.
       dtype: dtype of the parameter.
       model: per dim, the model axes that the user's spec puts there.
-      shard: per dim, the data axes that ZeRO adds behind them.
+      shard: per dim, the data axes that ZeRO adds behind them, the last of `shard_axes` first.
       stored: the shape that is sharded: `shape`, padded where no dim divides.
       reason: why the leaf stays whole, or is padded; empty when neither.
     """
@@ -170,9 +170,9 @@ def plan_dims(
     if dims is None:
         return whole, shape, reason
     stored, _ = _stored(shape, model, dims, axes, sizes)
-    shard = tuple(
-        tuple(a for a, d in zip(axes, dims, strict=True) if d == i) for i in range(len(shape))
-    )
+    # The last axis is the major one: reduced first, it leaves contiguous blocks to those before it.
+    pairs = list(zip(axes, dims, strict=True))[::-1]
+    shard = tuple(tuple(axis for axis, dim in pairs if dim == i) for i in range(len(shape)))
     if stored != shape:
         sizes_by_dim = enumerate(zip(shape, stored, strict=True))
         grown = [f"dim {dim}: {n} to {s}" for dim, (n, s) in sizes_by_dim if n != s]

@@ -73,7 +73,7 @@ def reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None)
         for pending in (local - {*leaf.model_axes}, unreduced):
             rest = tuple(a for a in part.data_axes if a in pending - shard_axes)
             if shard_axes and shard_axes <= pending and not (leaf.padded and pending is unreduced):
-                g = _collectives.scatter(leaf, leaf, g, rest)
+                g = _collectives.scatter(part, leaf, leaf, g, rest)
                 shard = g
             elif pending:
                 g = lax.psum(g, tuple(a for a in part.data_axes if a in pending))

@@ -119,7 +119,7 @@ def _combine(
 
     def over_devices(x: jax.Array) -> jax.Array:
         x = how.wire.vary(x, part.data_axes)
-        return lax.psum(x, part.data_axes) if devices > 1 else x
+        return lax.psum(x, part.data_axes) if devices > 1 or how.wire.manual_axes else x
 
     loss, weight, aux = out
     if accumulate > 1:

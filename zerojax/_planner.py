@@ -52,7 +52,8 @@ def partition(
       specs: the model PartitionSpecs (tensor, pipeline, expert axes), a tree or a prefix of one;
         `None` reads the `NamedSharding`s of the arrays.
       shard_axes: data axes to sum gradients and shard state over. A leaf is neither summed nor
-        sharded over an axis that its own spec uses (an expert-parallel weight).
+        sharded over an axis that its own spec uses (an expert-parallel weight). Of several name
+        the fastest one last: gradients are scattered over it first and parameters gathered last.
       replicate_axes: data axes to sum gradients over, on the shard (HSDP).
       stage: 0 data parallelism, 1 shards optimizer state, 2 also gradient accumulators, 3 also
         the parameters, which then live padded to their stored shapes.

@@ -71,7 +71,7 @@ class Wire:
             view = _collectives.split_view(self.part, leaf)
             trailing = leaf.trailing(x.ndim - len(view.shape) + len(leaf.shape))
             view = _collectives.split_view(self.part, trailing)
-            x = _collectives.gather(trailing, view, x)
+            x = _collectives.gather(self.part, trailing, view, x)
         return self.vary(x, self.weight_axes(leaf))
 
     def gradient(self, leaf: LeafPlan, g: jax.Array) -> jax.Array:
@@ -86,12 +86,12 @@ class Wire:
             g = g.astype(jnp.promote_types(g.dtype, dtype)) / devices
         view = _collectives.split_view(self.part, leaf)
         rest = _collectives.unsharded_axes(self.part, leaf)
-        return _collectives.scatter(leaf, view, g.astype(dtype), rest)
+        return _collectives.scatter(self.part, leaf, view, g.astype(dtype), rest)
 
     def sum_copies(self, leaf: LeafPlan, g: jax.Array) -> jax.Array:
         """The sum of the gradients of a weight's copies; once per step, and of shards."""
-        pending = varying_axes(g) & {*self.manual_axes} - {*leaf.model_axes}
-        axes = [a for a in self.manual_axes if a in pending]
+        pending = varying_axes(g) - {*leaf.model_axes, *leaf.shard_axes}
+        axes = [a for a in self.region_axes if a in pending]  # data axes only if of size 1
         return _collectives.total(_collectives.split_view(self.part, leaf), g, axes)
 
     def zeros(self, leaf: LeafPlan) -> jax.Array:

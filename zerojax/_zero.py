@@ -113,7 +113,7 @@ def zero(
         return _collectives.pad(x, leaf) if part.stage == 3 else x
 
     def give(leaf: LeafPlan, x: jax.Array) -> jax.Array:
-        return x if part.stage == 3 else _collectives.gather(leaf, leaf, x)
+        return x if part.stage == 3 else _collectives.gather(part, leaf, leaf, x)
 
     def cast(leaf: LeafPlan, x: jax.Array) -> jax.Array:
         return x.astype(working_dtype(leaf, master_dtype))
