@@ -214,6 +214,37 @@ def test_any_order_of_axes(x64, case, stage):
     assert_equal(part, zerojax.value_and_grad(loss, part, manual_axes=("stage", "model")))
 
 
+@pytest.mark.parametrize("tensor", ["manual", "none"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_update_in_the_users_own_region(x64, tensor, axis_type):
+    """Copies of a tied weight in two stages are summed as their types say."""
+    mesh, loss, manual = three_d(tensor, True, False, axis_type)
+    part = plan(mesh, 1)
+    tx = zerojax.zero(optax.sgd(1.0), part, local_gradients="mean")
+    state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, zerojax.abstract_state(tx, part))
+    axes = {*manual, "data"}
+
+    def step(params, state, tokens):
+        copies = jax.tree.map(
+            lambda x: lax.pcast(
+                x, tuple({"data", "stage"} - jax.typeof(x).manual_axis_type.varying), to="varying"
+            ),
+            params,
+        )
+        grads = jax.grad(loss)(copies, tokens)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    region = jax.shard_map(
+        step, mesh=mesh, axis_names=axes, in_specs=(part.model_specs, state_specs, P("data")),
+        out_specs=(part.model_specs, state_specs),
+    )  # fmt: skip
+    params = part.place(PARAMS)
+    tokens = jax.device_put(TOKENS, NamedSharding(mesh, P("data")))
+    after, _ = jax.jit(region)(params, tx.init(params), tokens)
+    chex.assert_trees_all_close(after, jax.tree.map(np.subtract, PARAMS, expected()[1]), **TIGHT)
+
+
 # What they send.
 
 

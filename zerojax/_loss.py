@@ -76,6 +76,12 @@ def trace_loss(
         f"examples (batch normalisation), {PLAIN}",
         [f"  {line}" for line in dict.fromkeys(_reductions(every, {*data_axes}))],
     )
+    raise_all(
+        "value_and_grad: a conditional goes different ways along a mesh axis, while JAX types its "
+        "result the same on all devices, and would give wrong gradients. Cast what its branches "
+        'return with jax.lax.pcast(..., to="varying"), or select with jnp.where',
+        [f"  {line}" for line in dict.fromkeys(_mistyped(every))],
+    )
     result, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, ())
     scalars = {"loss": result}
     if weighted:
@@ -141,6 +147,16 @@ def _reductions(equations: list[Any], axes: set[str]) -> Iterator[str]:
         if eqn.primitive.name in _REDUCTIONS and axes & set(eqn.params["axes"]):
             types = ", ".join(str(atom.aval) for atom in eqn.invars)
             yield f"{eqn.primitive.name}({types}) over {eqn.params['axes']}"
+
+
+def _mistyped(equations: list[Any]) -> Iterator[str]:
+    """The conditionals whose predicate varies over axes over which their result is invariant."""
+    for eqn in equations:
+        if eqn.primitive.name == "cond":
+            which, *results = (v.aval.manual_axis_type for v in [eqn.invars[0], *eqn.outvars])
+            for kind in results:
+                if missing := which.varying - kind.varying:
+                    yield f"cond with a predicate that varies over {sorted(missing)}"
 
 
 def _constraints(equations: list[Any], axes: set[str]) -> Iterator[str]:

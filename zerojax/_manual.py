@@ -43,7 +43,11 @@ def is_manual(part: Partition, where: str) -> bool:
 
 
 def reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None) -> Any:
-    """Inside a Manual region: every gradient summed as its type says, as this device's shard."""
+    """Inside a Manual region: every gradient summed as its type says, as this device's shard.
+
+    Over a model axis that its own spec does not use, a gradient that varies is that of one of
+    several copies (a tied weight in two pipeline stages), and their sum is due, on the shard.
+    """
 
     def varying(leaf: LeafPlan, g: jax.Array) -> set[str]:
         axes = jax.typeof(g).manual_axis_type.varying
@@ -77,6 +81,9 @@ def reduce_to_shards(part: Partition, updates: Any, local_gradients: str | None)
                 shard = g
             elif pending:
                 g = lax.psum(g, tuple(a for a in part.data_axes if a in pending))
-        return _collectives.take(part, leaf, leaf, g) if shard is None else g
+        g = _collectives.take(part, leaf, leaf, g) if shard is None else g
+        kind = jax.typeof(g).manual_axis_type
+        copies = (kind.varying | kind.unreduced) & {*part.model_axes} - {*leaf.model_axes}
+        return _collectives.total(leaf, g, sorted(copies))
 
     return part.map(reduce, updates)
