@@ -13,6 +13,13 @@ ROOT = Path(__file__).parents[1]
 FILES = {path.stem: path for path in sorted((ROOT / "zerojax").glob("*.py"))}
 
 FLOORS = {
+    "_hlo": 0,
+    "_hlo_groups": 0,
+    "_hlo_cost": 0,
+    "_hlo_collectives": 0,
+    "_tables": 0,
+    "_chips": 0,
+    "_compile_worker": 0,
     "_specs": 0,
     "_leaf_plan": 0,
     "_partition": 0,
@@ -25,10 +32,14 @@ FLOORS = {
     "_collectives": 1,
     "_shard_locality": 1,
     "_shard_uses": 1,
+    "_compile": 1,
+    "_timeline": 1,
     "_manual": 2,
     "_wire": 2,
     "_unshard": 2,
     "_zero": 2,
+    "_expected": 3,
+    "_audit": 3,
     "_formulation": 3,
     "_microbatches": 3,
     "_gradients": 3,
