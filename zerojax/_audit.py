@@ -196,7 +196,7 @@ class CommunicationReport:
             f"which {1e3 * timeline.exposed:.3g} ms wait for communication"
         )
         if kinds:
-            axes.legend(loc="upper right", ncols=len(kinds), fontsize="small")
+            figure.legend(loc="outside upper right", ncols=len(kinds), fontsize="small")
         figure.savefig(path)
 
     def _table(self) -> list[list[str]]:

@@ -173,11 +173,6 @@ def compile_for(
         return jax.tree.leaves(jitted(*treedef.unflatten(leaves)))
 
     exported = jax.export.export(jax.jit(flat), platforms=["cuda"])(*leaves)
-    if exported.nr_devices != mesh.size:
-        raise ValueError(
-            f"compile_for: the function is for {exported.nr_devices} devices and its arguments are "
-            f"on {mesh.size}: give them NamedShardings on its mesh."
-        )
     hosts = len({device.process_index for device in devices})
     infos = jax.tree.leaves(traced.args_info)
     request = {

@@ -54,11 +54,13 @@ class ExpectedCommunication:
     Attributes:
       messages: what is sent.
       data_axes: the axes over which ZeRO communicates.
+      smallest: elements of the smallest parameter, or layer of one, that has some for each device.
       model_sizes: elements of each parameter that model axes shard, whole, and of its layers.
     """
 
     messages: tuple[Message, ...]
     data_axes: Axes
+    smallest: int
     model_sizes: frozenset[int] = dataclasses.field(repr=False)
 
     def bytes(self, kind: str | None = None, axis: str | None = None) -> int:
@@ -74,13 +76,12 @@ class ExpectedCommunication:
     ) -> list[str]:
         """A line for each parameter-sized thing that is sent and is not in the theory.
 
-        Over data axes everything counts that is as large as the smallest array of the theory, in
-        number of elements. A size that the theory has for this kind may be sent up to the
-        theory's bytes of this kind. Over model axes alone, where activations of any size may
-        travel, it is an array, not all-reduced, that is as large as a whole parameter which the
-        model shards there.
+        Over data axes everything counts that is as large as the smallest parameter, in number of
+        elements: less has the loss, or a norm. A size that the theory has for this kind may be
+        sent up to the theory's bytes of this kind. Over model axes alone, where activations of
+        any size may travel, it is an array, not all-reduced, that is as large as a whole
+        parameter which the model shards there.
         """
-        smallest = min((n for m in self.messages for n in m.sizes), default=1)
         ignored, data = frozenset(ignore), frozenset(self.data_axes)
         problems: list[str] = []
         known: dict[str, list[Collective]] = {}
@@ -89,7 +90,7 @@ class ExpectedCommunication:
             axes = frozenset(c.axes) - ignored
             sizes = {n for m in self.messages if m.kind == c.kind for n in m.sizes}
             if axes & data:
-                large = [a for a in c.arrays if a.elements >= smallest]
+                large = [a for a in c.arrays if a.elements >= self.smallest]
                 strange = [a for a in large if a.elements not in sizes]
                 ours = sum(a.bytes for a in large if a.elements in sizes)
                 if ours:
@@ -177,6 +178,7 @@ def expected_communication(
     trained = broadcast_prefix("trainable", trainable, tree)
     layered = broadcast_prefix("by_layer", by_layer, tree, is_leaf=lambda x: x is None)
     messages: list[Message] = []
+    layer_sizes: set[int] = set()
     model_sizes: set[int] = set()
 
     def send(
@@ -210,9 +212,12 @@ def expected_communication(
         elif part.stage == 3:
             gathers = 1 if layer is None else accumulate * (2 if layer else 1)
             send(view, "all-gather", weight, leaf.shard_axes, gathers)
+        if leaf.trainable and math.prod(leaf.shape) >= part.data_size:
+            layer_sizes |= _sizes(part, view)
         if leaf.model_axes:
             model_sizes |= _sizes(part, dataclasses.replace(leaf, model=((),) * len(leaf.shape)))
-    return ExpectedCommunication(tuple(messages), part.data_axes, frozenset(model_sizes))
+    smallest = min(layer_sizes, default=1)
+    return ExpectedCommunication(tuple(messages), part.data_axes, smallest, frozenset(model_sizes))
 
 
 def _sizes(part: Partition, leaf: LeafPlan, shards: int = 1) -> frozenset[int]:

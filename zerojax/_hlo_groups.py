@@ -98,8 +98,11 @@ def _rows(groups: np.ndarray) -> Groups:
     return tuple(tuple(map(int, row)) for row in groups)
 
 
+@functools.lru_cache(maxsize=256)
 def group_axes(groups: Groups, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[str, ...]:
     """The mesh axes along which the devices of a group differ, in the order of the mesh."""
+    if not names:
+        return ()
     differs = np.zeros(len(sizes), bool)
     for group in groups:
         where = np.array(np.unravel_index(group, sizes))
