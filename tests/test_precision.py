@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hlo import collectives
 from jax import numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -265,7 +264,7 @@ def test_frozen_parameters_cost_no_reduction(stage, by):
     grad_fn = zerojax.value_and_grad(LORA_LOSSES[by], part, trainable=MASK, accumulate=2)
     x = np.ones((32, 16), np.float32)
     compiled = jax.jit(grad_fn).lower(part.place(params), x).compile()
-    found = collectives(compiled, part.mesh)
+    found = zerojax.audit(compiled, part.mesh).collectives
     gathered = sum(c.elements * c.trips for c in found if c.kind == "all-gather")
     reduced = {c.elements for c in found if c.kind == "reduce-scatter"}
     frozen = {3 * 16 * 16, 16 * 16, 16 * 3}

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hlo import collectives
 from jax import numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -59,7 +58,7 @@ def test_one_reduce_scatter_and_one_all_gather(stage, accumulate, mesh, axis_typ
     mesh = make_mesh(mesh, axis_type)
     replicate = [a for a in mesh.axis_names if a == "replica"]
     part = plan(mesh, stage=stage, replicate_axes=replicate)
-    found = collectives(compiled_step(part, accumulate=accumulate), mesh)
+    found = zerojax.audit(compiled_step(part, accumulate=accumulate), mesh).collectives
     big = [c for c in found if c.elements > SMALL]
 
     sharded = [leaf for leaf in part.leaves if leaf.shard_axes]
@@ -70,32 +69,32 @@ def test_one_reduce_scatter_and_one_all_gather(stage, accumulate, mesh, axis_typ
     scattered = collections.Counter()
     for c in big:
         if c.kind == "reduce-scatter":
-            assert c.axes == {"data"} and c.in_loop == (times > 1)
+            assert c.axes == ("data",) and c.in_loop == (times > 1)
             scattered[c.elements] += c.trips
     assert scattered == collections.Counter({n: k * times for n, k in used.items()})
 
     gathered = collections.Counter(c.elements for c in big if c.kind == "all-gather")
     assert gathered == (used if stage == 3 else sizes)
-    assert all(c.axes == {"data"} and not c.in_loop for c in big if c.kind == "all-gather")
+    assert all(c.axes == ("data",) and not c.in_loop for c in big if c.kind == "all-gather")
 
     # Sums over replicas are of shards; sums over `model` are of activations, in the model's loops.
     rest = [c for c in big if c.kind not in ("reduce-scatter", "all-gather")]
-    replica = sum(c.elements * c.trips for c in rest if c.axes == {"replica"})
+    replica = sum(c.elements * c.trips for c in rest if c.axes == ("replica",))
     shards = sum(k * n for n, k in sizes.items()) // mesh.shape["data"]
     assert replica <= (shards + 8 * SMALL) * times if replicate else replica == 0
     activations = batch()[0].size // part.data_size * 8
     for c in rest:
-        if c.axes == {"model"}:
+        if c.axes == ("model",):
             assert c.kind == "all-reduce" and c.elements * accumulate == activations, c
         elif stage:
-            assert c.axes == {"replica"}, c
+            assert c.axes == ("replica",), c
 
 
 @pytest.mark.parametrize("mesh", ["mesh8", "mesh4x2"])
 def test_no_full_gradient_is_all_reduced(mesh):
     mesh = make_mesh(mesh)
     part = plan(mesh)
-    found = collectives(compiled_step(part, accumulate=4), mesh)
+    found = zerojax.audit(compiled_step(part, accumulate=4), mesh).collectives
     over_data = [c for c in found if c.kind == "all-reduce" and "data" in c.axes]
     assert all(c.elements <= SMALL for c in over_data)
     # The loss, the norm, and the leaves that stay whole: no more than one each.
@@ -108,7 +107,7 @@ def test_the_norm_is_one_scalar_collective():
     part = plan(mesh)
     grads = jax.device_put(make_params(np.float32), part.shardings(part.model_specs))
     norm = jax.jit(lambda g: zerojax._collectives.norm_of_shards(part, g))
-    found = collectives(norm.lower(grads).compile(), mesh)
+    found = zerojax.audit(norm.lower(grads).compile(), mesh).collectives
     assert [(c.kind, c.elements) for c in found] == [("all-reduce", 1)]
     floating = [x for x in jax.tree.leaves(make_params()) if x.dtype == np.float64]
     want = math.sqrt(sum(np.sum(np.square(x.astype(np.float32))) for x in floating))
@@ -227,7 +226,7 @@ def test_by_layer_every_weight_is_gathered_and_reduced_in_the_loop(
     )
     x = np.zeros((32, 2 * SMALL), np.float32)
     compiled = step.lower(abstract(part), zerojax.abstract_state(tx, part), x).compile()
-    big = [c for c in collectives(compiled, mesh) if c.elements > SMALL]
+    big = [c for c in zerojax.audit(compiled, mesh).collectives if c.elements > SMALL]
 
     def count(kind):
         return collections.Counter(
@@ -250,12 +249,12 @@ def test_by_layer_every_weight_is_gathered_and_reduced_in_the_loop(
     rest = [c for c in big if c.kind not in ("all-gather", "reduce-scatter")]
     activations = x.size // part.data_size
     for c in rest:
-        if c.axes == {"replica"}:  # of shards
+        if c.axes == ("replica",):  # of shards
             assert c.kind == "all-reduce" and c.elements <= weights * weight // mesh.shape["data"]
         else:  # of activations
-            assert c.axes == {"model"} and c.kind == "all-reduce"
+            assert c.axes == ("model",) and c.kind == "all-reduce"
             assert c.elements * accumulate == activations
-    replica = sum(c.elements * c.trips for c in rest if c.axes == {"replica"})
+    replica = sum(c.elements * c.trips for c in rest if c.axes == ("replica",))
     shards = weights * weight * reductions // mesh.shape["data"]
     assert replica == (shards if "replica" in mesh.axis_names else 0)
 

@@ -1,7 +1,10 @@
 """ZeRO for JAX: optax optimizers with sharded state."""
 
+from zerojax._audit import CommunicationReport, audit
 from zerojax._check import CheckReport, check
 from zerojax._collectives import clip_by_global_norm, global_norm
+from zerojax._compile import CompiledProgram, compile_for, topology
+from zerojax._expected import ExpectedCommunication, expected_communication
 from zerojax._gradients import GradientFunction, value_and_grad
 from zerojax._leaf_plan import LeafPlan
 from zerojax._loss_scale import LossScaleState, dynamic_loss_scale
@@ -15,6 +18,9 @@ from zerojax._zero import abstract_state, zero
 
 __all__ = [
     "CheckReport",
+    "CommunicationReport",
+    "CompiledProgram",
+    "ExpectedCommunication",
     "GradientFunction",
     "LeafPlan",
     "LossScaleState",
@@ -23,13 +29,17 @@ __all__ = [
     "Shard",
     "TrainStep",
     "abstract_state",
+    "audit",
     "check",
     "clip_by_global_norm",
+    "compile_for",
     "dynamic_loss_scale",
+    "expected_communication",
     "global_norm",
     "init",
     "partition",
     "regather",
+    "topology",
     "train_step",
     "unshard",
     "value_and_grad",
