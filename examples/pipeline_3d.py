@@ -82,7 +82,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def through_layers(x: jax.Array, layers: Any, total: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """X (sequences, length, dim) after a stack of layers; `total` sums what "model" splits."""
+    """A stack of layers over x (sequences, length, dim); `total` sums what "model" splits."""
 
     def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         # ZeRO 3 gathers here, but JAX takes the gathers of a stage's layers out of the tick loop.
@@ -125,11 +125,11 @@ def pipeline_loss(
         return lax.ppermute(x, "stage", ring), x
 
     # The first stage takes a new microbatch every tick, and then zeros until the last has its last.
-    # All are embedded beforehand: inside the loop, every tick would add to the whole table's
-    # gradient.
+    # All are embedded beforehand: each tick would add to the gradient of the whole table.
     embed, position, norm = zerojax.unshard([params[k] for k in ("embed", "position", "norm")])
     embedded = embed[tokens[..., :-1]] + position
     embedded = jnp.pad(embedded, [(0, stages - 1), *3 * [(0, 0)]])
+    # zeros_like, because its type says that it varies over the axes, as what is received does.
     _, x = lax.scan(tick, jnp.zeros_like(embedded[0]), embedded)
     # The last stage has the results, and deals them out: every stage is the head of some.
     x = jnp.where(stage == stages - 1, x[stages - 1 :], 0)
@@ -235,7 +235,9 @@ def draw_picture(path: Path, args: Any, stages: int, memory: dict[str, dict[str,
             box(stage, 2 * ticks - stage - m, str(m), (*color, 0.55))  # mirrored
         own = range(stage * share, (stage + 1) * share)
         box(stage, ticks, ",".join(map(str, own)), "#c1272d")
-    top.set(ylabel="stage", yticks=range(stages), xlim=(-0.1, None), ylim=(stages - 0.5, -0.5))
+    top.set(
+        ylabel="stage", yticks=range(stages), xlim=(-0.1, 2 * ticks + 1), ylim=(stages - 0.5, -0.5)
+    )
     names = {ticks / 2: "forward ticks", ticks + 0.5: "head", 1.5 * ticks + 1: "backward ticks"}
     top.set_xticks(list(names), names.values())
     top.tick_params(length=0)
