@@ -10,7 +10,7 @@ comma := ,
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .NOTPARALLEL:
-.PHONY: help train test test-full lint types unit format install clean
+.PHONY: help train pipeline test test-full lint types unit format install clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ help: ## Show this
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(comma)cuda13)
 train: $(VENV)/.with-examples$(GPU) ## Train the example language model
 	@$(BIN)/python examples/train_lm.py $(ARGS)
+
+pipeline: $(VENV)/.with-examples$(GPU) ## Train one in a pipeline, with tensor parallelism
+	@$(BIN)/python examples/pipeline_3d.py $(ARGS)
 
 test: $(VENV)/.with-dev lint types unit ## Lint, format, types, doctests, tests
 
