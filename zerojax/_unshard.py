@@ -83,7 +83,7 @@ def regather(primitive: Any, *_: Any, **params: Any) -> bool:
 # All-gathers in their three forms, and what leaves the values of an array as they are.
 _GATHERS = frozenset(
     """all_gather all_gather_invariant sharding_constraint reshard
-    broadcast_in_dim convert_element_type copy reshape slice squeeze transpose""".split()
+    broadcast_in_dim convert_element_type copy pvary reshape slice squeeze transpose""".split()
 )
 
 
