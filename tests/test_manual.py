@@ -176,3 +176,55 @@ def test_unreduced_gradients_on_explicit_axes(x64, optimizer):
     tx, x = optimizer(1e-2), np.asarray(x)
     updates, _ = tx.update(jax.grad(loss)(params, x), tx.init(params), params)
     chex.assert_trees_all_close(got, optax.apply_updates(params, updates), **TIGHT)
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_stage_3_in_a_manual_region(x64, kind, axis_type):
+    """The user gathers the shards; the transpose of that has summed their gradients."""
+    mesh = make_mesh("mesh8", axis_type)
+    params = {k: v for k, v in make_params().items() if k in SPECS}
+    part = zerojax.partition(params, mesh, P(), stage=3)
+    tx = zerojax.zero(optimizer(zerojax.clip_by_global_norm), part, local_gradients=kind)
+    state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, zerojax.abstract_state(tx, part))
+
+    def whole(leaf, x):
+        for dim, axes in enumerate(leaf.shard):
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        return x[tuple(map(slice, leaf.shape))]
+
+    def step(params, state, x):
+        divisor = 1 if kind == "mean" else jax.lax.axis_size("data")
+        local = part.map(
+            lambda leaf, p: p if leaf.shard_axes else jax.lax.pcast(p, "data", to="varying"), params
+        )
+        grads = jax.grad(lambda p: loss_fn(part.map(whole, p), x) / divisor)(local)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(part.param_specs, state_specs, P("data")),
+            out_specs=(part.param_specs, state_specs),
+        )
+    )  # fmt: skip
+    x = jax.device_put(normal(8, seed=9), NamedSharding(mesh, P("data")))
+    placed = part.place(params)
+    inside = jax.shard_map(tx.init, mesh=mesh, in_specs=(part.param_specs,), out_specs=state_specs)
+    state = jax.jit(inside)(placed)
+    chex.assert_trees_all_equal(state, tx.init(placed))
+    for _ in range(STEPS):
+        placed, state = step(placed, state, x)
+    chex.assert_trees_all_close(part.gather(placed), expected(params, np.asarray(x)), **TIGHT)
+
+
+def test_stage_3_needs_local_gradients_in_a_manual_region():
+    part = zerojax.partition({"w": jnp.ones(16)}, make_mesh("mesh8"), stage=3)
+    tx = zerojax.zero(optax.sgd(1.0), part)
+    update = jax.shard_map(
+        lambda g, p: tx.update(g, tx.init(p), p)[0], mesh=part.mesh,
+        in_specs=(part.param_specs,) * 2, out_specs=part.param_specs,
+    )  # fmt: skip
+    params = part.place({"w": jnp.ones(16)})
+    with pytest.raises(ValueError, match=r"local_gradients(.|\n)*\['w'\]: varying over \['data'\]"):
+        jax.jit(update)(params, params)

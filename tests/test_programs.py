@@ -1,6 +1,7 @@
 """What the compiled programs communicate, hold and compute."""
 
 import collections
+import functools
 import math
 import re
 
@@ -11,9 +12,9 @@ import optax
 import pytest
 from hlo import collectives
 from jax import numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import SCAN_DIMS, SPECS, loss_fn, make_batch, make_params
+from models import SCAN_DIMS, SPECS, loss_fn, make_batch, make_params, row_parallel
 from pairs import product
 
 import zerojax
@@ -48,7 +49,7 @@ def local_elements(part, leaf):
 
 @pytest.mark.parametrize(
     *product(
-        stage=[1, 2, 0],
+        stage=[1, 2, 3, 0],
         accumulate=[1, 4],
         mesh=["mesh8", "mesh4x2", "mesh2x4"],
         axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -65,7 +66,7 @@ def test_one_reduce_scatter_and_one_all_gather(stage, accumulate, mesh, axis_typ
     sizes = collections.Counter(local_elements(part, leaf) for leaf in sharded)
     sizes = collections.Counter({n: k for n, k in sizes.items() if n > SMALL})
     used = sizes - collections.Counter([UNUSED])  # no gradient: nothing to reduce
-    times = accumulate if stage == 2 else 1
+    times = accumulate if stage > 1 else 1
     scattered = collections.Counter()
     for c in big:
         if c.kind == "reduce-scatter":
@@ -74,7 +75,7 @@ def test_one_reduce_scatter_and_one_all_gather(stage, accumulate, mesh, axis_typ
     assert scattered == collections.Counter({n: k * times for n, k in used.items()})
 
     gathered = collections.Counter(c.elements for c in big if c.kind == "all-gather")
-    assert gathered == sizes
+    assert gathered == (used if stage == 3 else sizes)
     assert all(c.axes == {"data"} and not c.in_loop for c in big if c.kind == "all-gather")
 
     # Sums over replicas are of shards; sums over `model` are of activations, in the model's loops.
@@ -165,6 +166,100 @@ def operations(compiled):
     return collections.Counter(re.findall(pattern, compiled.as_text(), re.MULTILINE))
 
 
+# Layer by layer.
+
+LAYERS = 4
+WIDE = 4 * SMALL  # hidden units
+
+
+def layered_plan(mesh, stage, layers=LAYERS, dim=2 * SMALL, hidden=WIDE):
+    params = {
+        "up": np.zeros((layers, dim, hidden), np.float32),
+        "down": np.zeros((layers, hidden, dim), np.float32),
+    }
+    specs = P()
+    if "model" in mesh.axis_names:
+        specs = {"up": P(None, None, "model"), "down": P(None, "model")}
+    replicate = [a for a in mesh.axis_names if a == "replica"]
+    return zerojax.partition(
+        params, mesh, specs, stage=stage, scan_dims=1, replicate_axes=replicate
+    )
+
+
+def layered_loss(params, x, policy=zerojax.regather):
+    def layer(x, weights):
+        weights = zerojax.unshard(weights)
+        return row_parallel(jnp.tanh(x @ weights["up"]), weights["down"]), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, params)
+    return jnp.mean(x**2)
+
+
+def abstract(part):
+    """The parameters as they live."""
+    return part.treedef.unflatten(
+        [
+            jax.ShapeDtypeStruct(
+                part.param_shape(leaf), leaf.dtype,
+                sharding=NamedSharding(part.mesh, part.param_spec(leaf)),
+            )
+            for leaf in part.leaves
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    *product(
+        stage=[3, 2, 1],
+        accumulate=[1, 4],
+        mesh=["mesh8", "mesh4x2", "mesh2x4"],
+        axis_type=[AxisType.Auto, AxisType.Explicit],
+    )
+)
+def test_by_layer_every_weight_is_gathered_and_reduced_in_the_loop(
+    stage, accumulate, mesh, axis_type
+):
+    mesh = make_mesh(mesh, axis_type)
+    part = layered_plan(mesh, stage)
+    tx = zerojax.zero(optax.adamw(1e-3), part)
+    step = zerojax.train_step(
+        zerojax.value_and_grad(layered_loss, part, accumulate=accumulate), tx, part
+    )
+    x = np.zeros((32, 2 * SMALL), np.float32)
+    compiled = step.lower(abstract(part), zerojax.abstract_state(tx, part), x).compile()
+    big = [c for c in collectives(compiled, mesh) if c.elements > SMALL]
+
+    def count(kind):
+        return collections.Counter(
+            {key: sum(c.trips for c in big if of(c) == key and c.kind == kind)
+             for key in {of(c) for c in big if c.kind == kind}}
+        )  # fmt: skip
+
+    def of(c):
+        return c.elements, c.in_loop, tuple(sorted(c.axes))
+
+    model = mesh.shape.get("model", 1)
+    weight = 2 * SMALL * WIDE // model  # of one layer
+    weights, data = 2, ("data",)
+    if stage == 3:  # in the forward pass, and again in the backward pass
+        assert count("all-gather") == {(weight, True, data): 2 * weights * LAYERS * accumulate}
+    else:  # of the new parameters
+        assert count("all-gather") == {(weight * LAYERS, False, data): weights}
+    reductions = LAYERS * (accumulate if stage > 1 else 1)
+    assert count("reduce-scatter") == {(weight, True, data): weights * reductions}
+    rest = [c for c in big if c.kind not in ("all-gather", "reduce-scatter")]
+    activations = x.size // part.data_size
+    for c in rest:
+        if c.axes == {"replica"}:  # of shards
+            assert c.kind == "all-reduce" and c.elements <= weights * weight // mesh.shape["data"]
+        else:  # of activations
+            assert c.axes == {"model"} and c.kind == "all-reduce"
+            assert c.elements * accumulate == activations
+    replica = sum(c.elements * c.trips for c in rest if c.axes == {"replica"})
+    shards = weights * weight * reductions // mesh.shape["data"]
+    assert replica == (shards if "replica" in mesh.axis_names else 0)
+
+
 # Memory.
 
 
@@ -204,6 +299,45 @@ def big_loss(params, x):
 
     x, _ = jax.lax.scan(layer, x, params)
     return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize(
+    "stage, accumulate, policy",
+    [(3, 1, None), (3, 1, zerojax.regather), (3, 4, None), (2, 1, None), (2, 4, None)],
+)
+def test_by_layer_more_layers_take_no_more_than_their_carries(stage, accumulate, policy):
+    """Never more than about one layer of whole weights, however many layers there are."""
+    dim, hidden, examples = 64, 512, 16
+    temp = {}
+    for layers in (8, 16):
+        part = layered_plan(make_mesh("mesh8"), stage, layers, dim, hidden)
+        grad_fn = zerojax.value_and_grad(
+            functools.partial(layered_loss, policy=policy), part, accumulate=accumulate
+        )
+        x = np.zeros((8 * examples * accumulate, dim), np.float32)
+        temp[layers] = temp_bytes(jax.jit(grad_fn).lower(abstract(part), x))
+    layer = 2 * dim * hidden * 4
+    saved = examples * dim * 4  # what a layer starts from
+    if policy:  # both sides of the nonlinearity
+        saved += 2 * examples * hidden * 4
+    accumulators = layer // 8 if accumulate > 1 else 0
+    assert temp[16] - temp[8] - 8 * (saved + accumulators) <= 0.01 * layer
+    assert temp[8] - 8 * (saved + accumulators) <= 3 * layer
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_persistent_bytes_are_the_formula(stage):
+    """4 bytes of fp32 parameters and 8 of moments, each on one device or on all of them."""
+    part = layered_plan(make_mesh("mesh8"), stage)
+    tx = zerojax.zero(optax.adam(1e-3), part)
+    step = zerojax.train_step(zerojax.value_and_grad(layered_loss, part), tx, part)
+    x = np.zeros((8, 2 * SMALL), np.float32)
+    memory = step.lower(abstract(part), zerojax.abstract_state(tx, part), x).compile()
+    memory = memory.memory_analysis()
+    n = sum(math.prod(leaf.shape) for leaf in part.leaves)
+    persistent = 4 * n // (8 if stage == 3 else 1) + 8 * n // 8 + 4  # and the count
+    assert memory.argument_size_in_bytes == persistent + 2 * SMALL * 4
+    assert memory.alias_size_in_bytes == persistent
 
 
 def test_stage_2_accumulators_take_one_nth():

@@ -51,6 +51,11 @@ class Batch:
             ]
         )
 
+    def varies(self, args: Any) -> list[bool]:
+        """For each leaf of one device's arguments whether it may differ from another device's."""
+        leaves = zip(jax.tree.leaves(args), self.specs, strict=True)
+        return [self._is_split(spec) or _is_key(x) for x, spec in leaves]
+
     def _is_split(self, spec: P) -> bool:
         return not self.part.replicated(spec)
 

@@ -12,10 +12,10 @@ from zerojax import _collectives
 from zerojax._batch import Batch
 from zerojax._contexts import as_typed
 from zerojax._leaf_plan import LeafPlan
-from zerojax._loss import TracedLoss, trace_loss
+from zerojax._loss import NotTraced, TracedLoss, trace_loss
 from zerojax._partition import Partition
 from zerojax._shard import Shard
-from zerojax._shard_uses import ShardUses
+from zerojax._shard_uses import REDUCED, ShardUses, Value, equations
 from zerojax._specs import from_spec, raise_all, widened
 from zerojax._wire import Wire
 
@@ -64,69 +64,83 @@ def choose_formulation(
       The formulation by step; the one by layer, or `None`; and a text that says what was chosen.
 
     Raises:
-      ValueError: the loss does something else with shards than to slice and unshard them.
+      TypeError: the loss does something else with shards than to slice and unshard them.
+      ValueError: devices would not unshard the same.
       NotTraced: it cannot be traced.
     """
     part, wire, leaves = options.part, options.wire, options.part.leaves
 
-    def trace(shards: frozenset[int], layered: frozenset[int]) -> tuple[Formulation, ShardUses]:
-        tree = part.treedef.unflatten(
+    def trace(shards: frozenset[int], layered: frozenset[int]) -> Formulation:
+        params = part.treedef.unflatten(
             [
                 _shard(options, leaf, i in layered)
                 if i in shards
-                else _Held.whole(leaf, wire.dtype(leaf))
+                else _Held(leaf.shape, leaf.model_spec, wire.dtype(leaf))
                 for i, leaf in enumerate(leaves)
             ]
         )
-        specs = jax.tree.map(lambda held: held.spec, tree)
+        specs = jax.tree.map(lambda held: held.spec, params)
         loss = trace_loss(
             as_typed(
                 options.loss_fn, part.mesh, part.model_axes,
                 (specs, *batch.treedef.unflatten(batch.specs)),
             ),
-            jax.tree.map(lambda held: held.on_device(part), tree), example,
+            jax.tree.map(lambda held: held.on_device(part), params), example,
             data_axes=part.data_axes, has_aux=options.has_aux,
             aux_reduction=options.aux_reduction, weighted=options.reduction == "weighted",
         )  # fmt: skip
-        plans = [held.plan for held in jax.tree.leaves(tree)]
-        others = [None] * (len(loss.jaxpr.invars) - len(plans))
-        return Formulation(loss, shards, layered), ShardUses(loss.jaxpr, plans + others)
+        return Formulation(loss, shards, layered)
 
-    step, _ = trace(frozenset(), frozenset())
+    step = trace(frozenset(), frozenset())
     sharded = frozenset(i for i, leaf in enumerate(leaves) if leaf.shard_axes)
     if not (step.loss.unshards and sharded):
         return step, None, _text(options, None, {})
     layered = sharded.intersection(options.trained)
-    layer, uses = trace(sharded if part.stage == 3 else layered, layered)
+    shards = sharded if part.stage == 3 else layered
+    uses = ShardUses(
+        step.loss.jaxpr,
+        [Value(leaf=leaf if i in shards else None) for i, leaf in enumerate(leaves)]
+        + [Value(varies=varies) for varies in batch.varies(example)],
+    )
     raise_all(
         "value_and_grad: on its way to zerojax.unshard a parameter may only be sliced along dims "
         "that are not sharded, scanned over and rematerialised, since a device holds just a part "
         "of it. Call zerojax.unshard on it first",
         dict.fromkeys(uses.problems),
+        TypeError,
     )
-    often = {i: n for i in layered if (n := uses.counts[leaves[i].path]) > 1}
-    if part.stage == 1 and often:
-        layered -= often.keys()
-        layer, _ = trace(layered, layered)
+    often = {}
+    if part.stage == 1:
+        often = {i: n for i in layered if (n := uses.counts[leaves[i].path]) > 1}
+        layered = shards = layered - often.keys()
+    else:
+        raise_all(
+            "value_and_grad: each device would gather or reduce something else here, or wait for "
+            "ever for those that do nothing. Call zerojax.unshard before the branch, and on all "
+            "of the parameter",
+            dict.fromkeys(uses.uneven),
+        )
+    try:
+        layer = trace(shards, layered)
+    except NotTraced as failure:  # code that needs to know what a Shard does not tell
+        raise failure.__cause__ or failure from None
+    names = [str(eqn.params.get("name")) for eqn in equations(layer.loss.jaxpr)]
+    raise_all(
+        "value_and_grad: the loss differentiates with respect to shards. Differentiate with "
+        "respect to what zerojax.unshard returns",
+        dict.fromkeys(f"  {n.removeprefix(REDUCED)}" for n in names if n.startswith(REDUCED)),
+        TypeError,
+    )
     return step, layer, _text(options, layer, often)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What a device holds of a parameter; `plan` only where it is a shard's."""
+    """What a device holds of an array: the shape and spec of the whole, and the dtype."""
 
-    plan: LeafPlan | None
     shape: tuple[int, ...]
     spec: P
     dtype: Any
-
-    @classmethod
-    def whole(cls, leaf: LeafPlan, dtype: Any, plan: LeafPlan | None = None) -> "_Held":
-        return cls(plan, leaf.shape, leaf.model_spec, dtype)
-
-    @classmethod
-    def sharded(cls, view: LeafPlan, dtype: Any) -> "_Held":
-        return cls(view, view.stored, view.shard_spec, dtype)
 
     def on_device(self, part: Partition) -> jax.ShapeDtypeStruct:
         axes = from_spec(self.spec, len(self.shape))
@@ -138,12 +152,14 @@ def _shard(options: Options, leaf: LeafPlan, layered: bool) -> Shard:
     """The `Shard` of a leaf, with a `_Held` for each array."""
     part, wide = options.part, widened(leaf.dtype)
     view = _collectives.split_view(part, leaf)
-    whole = _Held.whole(leaf, leaf.dtype, leaf)
+    value = _Held(leaf.shape, leaf.model_spec, leaf.dtype)
+    if part.stage == 3:
+        value = _Held(view.stored, view.shard_spec, leaf.dtype)
     accumulates = layered and part.stage == 1 and options.accumulate > 1
     return Shard(
-        _Held.sharded(view, leaf.dtype) if part.stage == 3 else whole,
-        _Held.sharded(view, wide) if layered else None,
-        dataclasses.replace(whole, dtype=wide) if accumulates else None,
+        value,
+        _Held(view.stored, view.shard_spec, wide) if layered else None,
+        _Held(leaf.shape, leaf.model_spec, wide) if accumulates else None,
         leaf=leaf, mesh=part.mesh, wire=options.wire,
     )  # fmt: skip
 

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 from jax.core import eval_jaxpr
-from jax.extend import core as jex_core
 from jax.sharding import NamedSharding
 
-from zerojax._shard_uses import UNSHARDED
+from zerojax._shard_uses import UNSHARDED, equations
 from zerojax._specs import broadcast_prefix, is_inexact, raise_all
 
 PLAIN = (
@@ -66,14 +65,14 @@ def trace_loss(
         closed, out = jax.make_jaxpr(loss_fn, return_shape=True)(params, *args)
     except Exception as error:
         raise NotTraced from error
-    equations = list(_equations(closed.jaxpr))
-    if pinned := list(_constraints(equations, {*data_axes})):
+    every = list(equations(closed.jaxpr))
+    if pinned := list(_constraints(every, {*data_axes})):
         raise NotTraced from ValueError("; ".join(dict.fromkeys(pinned)))  # lowering would raise
     raise_all(
         f"value_and_grad: the loss reduces over the data axes {data_axes} by itself; zerojax "
         "averages it, so return the mean over this device's examples. If the loss couples "
         f"examples (batch normalisation), {PLAIN}",
-        [f"  {line}" for line in dict.fromkeys(_reductions(equations, {*data_axes}))],
+        [f"  {line}" for line in dict.fromkeys(_reductions(every, {*data_axes}))],
     )
     result, aux = _pair(out, "has_aux=True", "(loss, aux)") if has_aux else (out, ())
     scalars = {"loss": result}
@@ -114,7 +113,7 @@ def trace_loss(
         weight = result[1] if weighted else jnp.ones((), result[0].dtype)
         return result[0], (weight, result[1 + weighted :])
 
-    unshards = any(eqn.params.get("name") == UNSHARDED for eqn in equations)
+    unshards = any(eqn.params.get("name") == UNSHARDED for eqn in every)
     return TracedLoss(call, closed.jaxpr, unshards, loss.dtype, aux_treedef, how)
 
 
@@ -130,14 +129,6 @@ def _pair(out: Any, option: str, expected: str) -> tuple[Any, Any]:
 def _text(tree: Any) -> str:
     """The dtypes and shapes of a tree of arrays."""
     return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)).replace("'", "")
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, and of those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex_core.jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
 
 
 def _reductions(equations: list[Any], axes: set[str]) -> Iterator[str]:

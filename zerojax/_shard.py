@@ -35,7 +35,8 @@ class Shard:
     wire: Any = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     def __repr__(self) -> str:
-        return f"Shard({self.leaf.path}: {self.leaf.dtype}{list(self.leaf.shape)})"
+        leaf = self.leaf  # jax's own errors print this, and no more
+        return f"Shard({leaf.path}: {leaf.dtype}{list(leaf.shape)}, for zerojax.unshard)"
 
     @property
     def __jax_array__(self) -> NoReturn:  # jax.lax only asks whether it is there

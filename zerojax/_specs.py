@@ -74,8 +74,8 @@ def broadcast_prefix(name: str, prefix: Any, tree: Any, is_leaf: Any = None) -> 
     return jax.tree.structure(tree).flatten_up_to(full)
 
 
-def raise_all(message: str, problems: Iterable[str]) -> None:
-    """Raises one ValueError that lists all problems, if there are any."""
+def raise_all(message: str, problems: Iterable[str], error: type[Exception] = ValueError) -> None:
+    """Raises one error that lists all problems, if there are any."""
     problems = list(problems)
     if problems:
-        raise ValueError("\n".join([message + ":", *problems]))
+        raise error("\n".join([message + ":", *problems]))

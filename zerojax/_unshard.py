@@ -15,7 +15,6 @@ from zerojax._leaf_plan import LeafPlan
 from zerojax._shard import Shard
 from zerojax._shard_uses import REDUCED, UNSHARDED
 from zerojax._specs import axes_of_type, restrict, widened
-from zerojax._wire import Wire
 
 
 def unshard(params: Any) -> Any:
@@ -56,9 +55,8 @@ def unshard(params: Any) -> Any:
 
     def one(x: Any) -> Any:
         if isinstance(x, Shard):
-            return zerojax_unshard(
-                x.value, x.slot, x.accumulator, leaf=x.leaf, mesh=x.mesh, wire=x.wire
-            )
+            plan = x.leaf, x.mesh, x.wire, x.slot is None
+            return _unshard(plan, x.value, x.slot, x.accumulator)
         return checkpoint_name(x, UNSHARDED) if isinstance(x, Tracer) else x
 
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, Shard))
@@ -87,20 +85,6 @@ _GATHERS = frozenset(
     """all_gather all_gather_invariant sharding_constraint reshard
     broadcast_in_dim convert_element_type copy reshape slice squeeze transpose""".split()
 )
-
-
-@functools.partial(jax.jit, static_argnames=("leaf", "mesh", "wire"))
-def zerojax_unshard(
-    value: jax.Array,
-    slot: jax.Array | None,
-    accumulator: jax.Array | None,
-    *,
-    leaf: LeafPlan,
-    mesh: Mesh | AbstractMesh,
-    wire: Wire | None,
-) -> jax.Array:
-    """One parameter; as one equation of this name its uses can be told from others in a jaxpr."""
-    return _unshard((leaf, mesh, wire, slot is None), value, slot, accumulator)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
