@@ -1,6 +1,6 @@
 """Trains a small language model with ZeRO, beside an unsharded run.
 
-    python examples/train_lm.py                          # stage 1 on 8 virtual CPUs, or all GPUs
+    python examples/train_lm.py                          # stage 1, on 8 virtual CPUs or all GPUs
     python examples/train_lm.py --stage 3 --precision bf16
     python examples/train_lm.py --stage 2 --accumulate 2 --optimizer lion --learning-rate 3e-4
     python examples/train_lm.py --mesh data=4,model=2    # with tensor parallelism
@@ -169,7 +169,7 @@ def assert_agree(sharded: np.ndarray, unsharded: np.ndarray, dtype: Any) -> None
     bound = max(1e-4, 8 * float(jnp.finfo(dtype).eps))  # some CPU kernels add up in 16 bits
     assert first < bound, f"the runs differ, by {first:.1e} in the first steps"
     assert losses < 0.05, f"the losses drift apart, by {losses:.1e}"
-    print(f"sharded = unsharded: losses within {losses:.0e}, the first with gradients {first:.0e}")
+    print(f"sharded = unsharded: losses within {losses:.0e}, gradient norms at first {first:.0e}")
 
 
 @jax.jit
@@ -252,8 +252,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class, add = argparse.RawDescriptionHelpFormatter, parser.add_argument
     add("--stage", type=int, choices=range(4), default=1, help="0 is plain data parallelism")
-    add("--precision", choices=PRECISIONS, default="fp32", help="of parameters and activations")
-    add("--by-step", action="store_true", help="a model that does not call zerojax.unshard")
+    add("--precision", choices=PRECISIONS, default="fp32", help="in 16 bits, masters are float32")
+    add("--by-step", action="store_true", help="not layer by layer: without unshard")
     add("--mesh", default=f"data={jax.device_count()}", help="like data=8, or data=4,model=2")
     add("--accumulate", type=int, default=1, help="microbatches per step")
     add("--optimizer", default="adamw", help="an optax alias")
