@@ -229,7 +229,9 @@ def _text(options: Options, layer: Formulation | None, often: dict[int, float]) 
     else:
         gathered = "weights are gathered once, " if part.stage == 3 else ""
         head = f"by step: {gathered}gradients are reduced {at_end}"
-        if not often:
+        if not any(leaf.shard_axes for leaf in part.leaves):
+            head += ", since no parameter is sharded"
+        elif not often:
             head += ", since the loss does not call zerojax.unshard"
     lines = [head]
     for i, n in often.items():

@@ -201,7 +201,7 @@ class Partition:
             f"ZeRO stage {self.stage} on mesh({mesh}), sharded over {self.shard_axes}"
             + (f", replicated over {self.replicate_axes}" if self.replicate_axes else ""),
             *("  ".join(map(str.ljust, row, widths)).rstrip() for row in [head, *table]),
-            f"what is sharded takes, for each array of the parameters' size (an Adam moment), "
+            f"what is sharded takes, for each array of the parameters' shape and dtype, "
             f"{shard:,} bytes per device instead of {whole:,} ({shard / max(whole, 1):.1%})",
         ]
         return "\n".join(lines)

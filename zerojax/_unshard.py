@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from zerojax._collectives import pad, unpad
@@ -131,5 +131,5 @@ def _pin(mesh: Mesh | AbstractMesh, x: jax.Array, spec: P) -> jax.Array:
     if auto := axes_of_type(here, AxisType.Auto):
         x = constrain(mesh, x, restrict(spec, auto))
     if explicit := axes_of_type(here, AxisType.Explicit):
-        x = reshard(x, restrict(spec, explicit))
+        x = reshard(x, NamedSharding(here, restrict(spec, explicit)))
     return x
