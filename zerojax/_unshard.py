@@ -25,7 +25,8 @@ def unshard(params: Any) -> Any:
     stage 3, and at every stage their gradients are reduced here, in the backward pass. Call it in
     the body of the scan over layers, and put `jax.checkpoint(body, policy=zerojax.regather)` around
     that body at stage 3: otherwise the gathered weights of all layers are kept for the backward
-    pass.
+    pass. (In a loop that is differentiated as a whole, such as a pipeline's over its ticks, JAX
+    gathers the weights of its layers once, before the loop.)
 
     Args:
       params: a parameter, or a tree of them, as the loss received them or sliced along leading
