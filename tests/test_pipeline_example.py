@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import optax
 import pytest
-from hlo import collectives
 from jax import numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -72,9 +71,9 @@ def test_what_is_communicated(zero, model, example, text, tmp_path):
         )
     )
     compiled = step.lower(params, zerojax.abstract_state(tx, part), tokens).compile()
-    big = [c for c in collectives(compiled, part.mesh) if c.elements > SMALL]
+    big = [c for c in zerojax.audit(compiled, part.mesh).collectives if c.elements > SMALL]
     assert all(len(c.axes) == 1 for c in big)
-    over = {axis: [c for c in big if c.axes == {axis}] for axis in part.mesh.axis_names}
+    over = {axis: [c for c in big if c.axes == (axis,)] for axis in part.mesh.axis_names}
 
     # Over `model`: of each microbatch's activations, after attention and after the hidden units,
     # forward and backward, in each of 2 layers and 7 ticks.
