@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import numpy as np
 from jax import numpy as jnp
 from jax.sharding import NamedSharding
 
-from zerojax._partition import Partition, put
+from zerojax._leaf_plan import LeafPlan
+from zerojax._partition import Partition
 from zerojax._specs import is_inexact, raise_all
 
 # Names of dtypes in the format, https://github.com/huggingface/safetensors#format
@@ -22,7 +23,6 @@ DTYPES = {
     "float8_e5m2": "F8_E5M2", "bfloat16": "BF16", "float16": "F16", "float32": "F32",
     "float64": "F64", "complex64": "C64",
 }  # fmt: skip
-ITEMS = ("", "default", "pytree")  # where orbax's checkpointers, its managers and its v1 save
 
 
 def load_safetensors(
@@ -97,10 +97,29 @@ def load_safetensors(
     placed = []
     for leaf, name in zip(part.leaves, names, strict=True):
         with safe_open(files[name], framework="numpy") as file:
-            value = file.get_tensor(name).astype(leaf.dtype, copy=False)
-        sharding = NamedSharding(part.mesh, part.param_spec(leaf))
-        placed.append(put(value, part.param_shape(leaf), sharding))
+            sharding = NamedSharding(part.mesh, part.param_spec(leaf))
+            placed.append(_read(file, name, leaf, part.param_shape(leaf), sharding))
     return part.treedef.unflatten(placed)
+
+
+def _read(
+    file: Any, name: str, leaf: LeafPlan, stored: tuple[int, ...], sharding: NamedSharding
+) -> jax.Array:
+    """An array of a file, of which each device gets its block, padded where the plan says so."""
+    devices = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(stored).items():
+        bounds = (x.indices(n)[:2] for x, n in zip(index or (), stored, strict=True))
+        devices[tuple(bounds)].append(device)
+    arrays = []
+    for bounds, same in devices.items():
+        block = np.zeros([b - a for a, b in bounds], leaf.dtype)
+        there = [slice(a, min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True)]
+        if not there:
+            block[()] = file.get_tensor(name)
+        elif all(x.start < x.stop for x in there):
+            block[tuple(slice(x.stop - x.start) for x in there)] = file.get_slice(name)[*there]
+        arrays += jax.block_until_ready([jax.device_put(block, device) for device in same])
+    return jax.make_array_from_single_device_arrays(stored, sharding, arrays)
 
 
 def consolidate(
@@ -222,28 +241,31 @@ def _write(
 
 
 def item_directory(path: str | os.PathLike[str], step: int | None = None) -> Any:
-    """The directory of the tree that was saved: of a step, or of the latest in a directory."""
+    """The directory of a saved tree, given itself or its step, or a manager's and a step."""
     import orbax.checkpoint as ocp
     from etils import epath
 
     path = epath.Path(path).absolute()
-    steps = [path]
-    if step is not None or not any(map(_has_tree, (path / item for item in ITEMS))):
-        found = {
+    found = [] if step is not None else _items(path)
+    if not found:
+        steps = {
             ocp.path.step.step_from_checkpoint_name(p.name): p
             for p in ocp.path.step.checkpoint_steps_paths(path)
         }
-        step = max(found, default=None) if step is None else step
-        steps = [found[step]] if step in found else []
-    for each in steps:
-        for item in ITEMS:
-            if _has_tree(each / item):
-                return each / item
-    raise FileNotFoundError(f"there is no checkpoint in {path} (step: {step}).")
+        step = max(steps, default=None) if step is None else step
+        found = _items(steps[step]) if step in steps else []
+    if len(found) == 1:
+        return found[0]
+    which = f"step {step}" if step is not None else "a checkpoint"
+    raise FileNotFoundError(
+        f"expected one tree as {which} in {path}, found {[p.name for p in found]}."
+    )
 
 
-def _has_tree(directory: Any) -> bool:
-    return (directory / "_METADATA").exists()
+def _items(path: Any) -> list[Any]:
+    """Orbax's checkpointers save a tree in this directory, its managers and its v1 in one below."""
+    folders = [path, *path.iterdir()] if path.exists() else []
+    return [folder for folder in folders if (folder / "_METADATA").exists()]
 
 
 def saved_arrays(directory: Any) -> dict[tuple[str, ...], Any]:
