@@ -228,8 +228,8 @@ def restore(
 ) -> tuple[Any, Any]:
     """Restores a step that `save`, or a plain optax script, has saved; see `save` for an example.
 
-    Each device reads its own shards, which are padded as they are read: nothing is whole on the way,
-    but what is whole in training.
+    Each device reads its own shards, which are padded as they are read: on the way there
+    nothing is whole that is not whole in training.
 
     Args:
       manager: an `orbax.checkpoint.CheckpointManager` on the directory.
