@@ -46,11 +46,13 @@ FLOORS = {
     "_microbatches": 3,
     "_gradients": 3,
     "_check": 3,
+    "_weights": 3,
     "_train": 4,
+    "checkpoint": 4,
     "__init__": 5,
 }
 TOP_LEVEL = {"jax", "numpy", "optax", "zerojax"} | sys.stdlib_module_names
-OPTIONAL = ["flax", "matplotlib", "orbax", "rich"]
+OPTIONAL = ["flax", "matplotlib", "orbax", "rich", "safetensors"]
 MAX_LINES = 400
 
 each_file = pytest.mark.parametrize("name", FILES)

@@ -1,5 +1,6 @@
 """ZeRO for JAX: optax optimizers with sharded state."""
 
+from zerojax import checkpoint
 from zerojax._audit import CommunicationReport, audit
 from zerojax._check import CheckReport, check
 from zerojax._collectives import clip_by_global_norm, global_norm
@@ -31,6 +32,7 @@ __all__ = [
     "abstract_state",
     "audit",
     "check",
+    "checkpoint",
     "clip_by_global_norm",
     "compile_for",
     "dynamic_loss_scale",

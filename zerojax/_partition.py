@@ -124,7 +124,7 @@ class Partition:
         placed = []
         for leaf, value in zip(self.leaves, flat, strict=True):
             sharding = NamedSharding(self.mesh, self.param_spec(leaf))
-            placed.append(_put(value, self.param_shape(leaf), sharding))
+            placed.append(put(value, self.param_shape(leaf), sharding))
         return self.treedef.unflatten(placed)
 
     def gather(self, params: Any) -> Any:
@@ -243,7 +243,7 @@ def dtype_of(value: Any) -> Any:
     return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _put(value: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+def put(value: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     """A copy of a host or device array in a shape and sharding, which shares no memory with it."""
     if np.shape(value) != shape:
         widths = [(0, stored - n) for n, stored in zip(np.shape(value), shape, strict=True)]
