@@ -155,7 +155,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _audit(args: argparse.Namespace) -> int:
     try:
-        text = Path(args.file).read_text()
+        text = Path(args.file).read_text(errors="replace")  # audit says what is wrong
         report = zerojax.audit(text, args.mesh)
     except ValueError as error:
         raise ValueError(f"{args.file}: {error}") from error

@@ -234,10 +234,11 @@ class MemoryComparison:
     def table(self) -> Table:
         """What `print` shows."""
         in_place = " in place" if self.aliased else ""
+        batch = self.arguments + self.unread - self.updated
         rows = [
             ["held between steps", f"{self.persistent:,}", f"{self.updated:,}",
              f"arguments that are updated{in_place}"],
-            ["", "", f"{self.arguments + self.unread - self.updated:,}", "other arguments: the batch"],
+            ["", "", f"{batch:,}", "other arguments: the batch"],
             ["", "", f"{self.outputs - self.aliased:,}", "other outputs: the metrics"],
             ["gradients, gathered weights", f"{self.transient:,}", f"{self.temp:,}",
              "temporary: these, activations, updates on their way"],
