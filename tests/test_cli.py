@@ -197,7 +197,9 @@ def test_compile_for_h100s(capsys, folder):
     document = json.loads(out)
     assert (document["chip"], document["devices"], document["fits"]) == ("h100", 2, True)
     parameter, batch = 64 * 13 * 4, 8 * 64 * 4
-    assert document["memory"]["argument_size_in_bytes"] == 2 * parameter + 4 + batch
+    held = 2 * parameter + 4  # the parameter, and halves of two moments
+    assert document["memory"]["argument_size_in_bytes"] == held + batch
+    assert document["memory"]["alias_size_in_bytes"] == held  # donated
     assert {c["axes"][0] for c in document["communication"]["collectives"]} == {"data"}
     code, out, err = run(capsys, "compile", "cli_model:large", "--gpus-per-host", "1")
     assert code == 1 and "does not fit: 6" in out  # 2 x 275 GB of 84.9
