@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import time
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -188,6 +189,32 @@ def test_parameters_with_fields_of_their_own():
     part = zerojax.partition({"layer": Layer(shape(64), shape(16, 8))}, data(8))
     report = zerojax.memory(part, zerojax.zero(optax.adam(1e-3), part))
     assert [report.bytes(name) for name in ("count", "mu", "nu")] == [4, 4 * 24, 4 * 24]
+
+
+def test_a_state_with_a_field_of_our_own_name():
+    class State(NamedTuple):
+        master: Any
+
+    part = plan()
+    tx = zerojax.zero(optax.GradientTransformation(State, optax.identity().update), part)
+    report = zerojax.memory(part, tx)
+    assert report.bytes("master") == 0
+    assert report.bytes("state.master") == report.bytes("optimizer state") > 0
+
+
+def test_zeros_of_a_state_around_zero_are_padding_too():
+    """At stage 3 it sees parameters in their stored shapes."""
+    part = plan(3)
+    report = zerojax.memory(part, make_tx("multisteps outside", part))
+    own, stored = 4 * HEAD // 8, 4 * 2 * 3
+    # In the parameter, two moments and the sum of gradients.
+    assert report.bytes("padding") == 4 * (stored - own)
+    assert report.bytes("acc_grads") == 4 * (W + B) // 8 + own + 4 * ONE + 4 * IDS
+
+
+def test_a_layer_is_not_scanned_over():
+    (leaf,) = (leaf for leaf in plan().leaves if leaf.path == "['layers']['w']")
+    assert [leaf.trailing(n).scan_dims for n in (2, 3, 4)] == [0, 1, 2]
 
 
 # Against the compiler.
