@@ -10,7 +10,7 @@ comma := ,
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .NOTPARALLEL:
-.PHONY: help train test test-full lint types unit format install clean
+.PHONY: help train pipeline test test-full lint types unit format install clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,8 +18,13 @@ help: ## Show this
 
 # Where there is a GPU, with a jax that uses it.
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(comma)cuda13)
+# The compiler for GPUs, which the tests bring, would look for one.
+PLATFORM := $(if $(GPU),,JAX_PLATFORMS=cpu)
 train: $(VENV)/.with-examples$(GPU) ## Train the example language model
-	@$(BIN)/python examples/train_lm.py $(ARGS)
+	@$(PLATFORM) $(BIN)/python examples/train_lm.py $(ARGS)
+
+pipeline: $(VENV)/.with-examples$(GPU) ## Train one in a pipeline, with tensor parallelism
+	@$(PLATFORM) $(BIN)/python examples/pipeline_3d.py $(ARGS)
 
 test: $(VENV)/.with-dev lint types unit ## Lint, format, types, doctests, tests
 

@@ -451,6 +451,12 @@ def test_manual_axes_must_be_model_axes():
             zerojax.value_and_grad(lambda p, x: 0.0, part, manual_axes=bad)
 
 
+def test_check_has_nothing_to_compare_with():
+    part, params = tiny(data=4, model=2)
+    with pytest.raises(ValueError, match="check: a loss that communicates over manual_axes"):
+        zerojax.check(lambda p, x: 0.0, part, params, X, manual_axes="model")
+
+
 def test_a_branch_that_differs_along_an_axis_gives_no_invariant_loss():
     """JAX types it invariant, and its gradients are wrong (PITFALLS)."""
     part, params = tiny(data=4, stage=2)

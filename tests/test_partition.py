@@ -277,7 +277,7 @@ padded, no dim divides: dim 0: 13 to 16
 ['scale']      scalar  float32   P()          P()                 4             scalar
 ['steps']      3       int32     P()          P()                 12            \
 no gradient: int32
-what is sharded takes, for each array of the parameters' size (an Adam moment), \
+what is sharded takes, for each array of the parameters' shape and dtype, \
 1,048 bytes per device instead of 4,138 (25.3%)"""
     )
 

@@ -61,7 +61,8 @@ def check(
       A printable `CheckReport`, if everything agrees up to rounding.
 
     Raises:
-      ValueError: something differs; names it, with the likely cause and the remedy.
+      ValueError: something differs; names it, with the likely cause and the remedy. Or the loss
+        communicates by itself (`manual_axes`).
 
     >>> part = zerojax.partition({"w": jnp.ones((4, 2))}, jax.make_mesh((8,), ("data",)))
     >>> x = jnp.arange(64.0).reshape(16, 4)
@@ -74,6 +75,11 @@ def check(
     Traceback (most recent call last):
     ValueError: check: the loss means something else on parts of the batch...
     """
+    if options.get("manual_axes"):
+        raise ValueError(
+            "check: a loss that communicates over manual_axes runs in no other way, so there is "
+            "nothing to compare it with. Check the same model without them, or on one device."
+        )
     params = part.place(params)
     batch_specs = options.get("batch_specs")
     has_aux, reduction = options.get("has_aux", False), options.get("reduction", "mean")

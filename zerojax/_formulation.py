@@ -120,6 +120,8 @@ def choose_formulation(
     if part.stage == 1:
         often = {i: n for i in layered if (n := uses.counts[leaves[i].path]) > 1}
         layered = shards = layered - often.keys()
+        if not layered:
+            return step, None, _text(options, None, often)
     else:
         raise_all(
             "value_and_grad: each device would gather or reduce something else here, or wait for "
@@ -211,27 +213,28 @@ def _shard(options: Options, wire: Wire, leaf: LeafPlan, layered: bool) -> Shard
 
 
 def _text(options: Options, layer: Formulation | None, often: dict[int, float]) -> str:
-    """What `print(grad_fn)` says of the formulation."""
+    """What `print(grad_fn)` says of the formulation; `often`: leaves that are not by layer."""
     part, several = options.part, options.accumulate > 1
-    leaves = part.leaves
-    when = "after the backward pass"
+    at_end = "after the backward pass"
     if several:
-        when = "after the last microbatch" if part.stage < 2 else "after each microbatch"
-    if layer is None:
-        gathered = "weights are gathered once; " if part.stage == 3 else ""
-        return (
-            f"by step: {gathered}gradients are reduced {when}, since the loss does not call "
-            "zerojax.unshard"
+        at_end = "after the last microbatch" if part.stage < 2 else "after each microbatch"
+    if layer:
+        when = (
+            "in the last microbatch's backward pass"
+            if part.stage == 1 and several
+            else ("in the backward pass")
         )
-    last = "the last microbatch's" if part.stage == 1 and several else "the"
-    gathered = "weights are gathered, and " if part.stage == 3 else ""
-    lines = [
-        f"by layer: {gathered}gradients are reduced in {last} backward pass, by zerojax.unshard"
-    ]
-    if part.stage == 1:
-        lines += [
-            f"  {leaves[i].path}: reduced {when}, since unshard sees "
-            + (f"it {n:.0f} times" if n < math.inf else "it a number of times that depends on data")
-            for i, n in often.items()
-        ]
+        gathered = "weights are gathered and " if part.stage == 3 else ""
+        head = f"by layer: {gathered}gradients are reduced by zerojax.unshard, {when}"
+    else:
+        gathered = "weights are gathered once, " if part.stage == 3 else ""
+        head = f"by step: {gathered}gradients are reduced {at_end}"
+        if not any(leaf.shard_axes for leaf in part.leaves):
+            head += ", since no parameter is sharded"
+        elif not often:
+            head += ", since the loss does not call zerojax.unshard"
+    lines = [head]
+    for i, n in often.items():
+        seen = "a number of times that depends on data" if n == math.inf else f"{n:.0f} times"
+        lines.append(f"  {part.leaves[i].path}: {at_end}, since unshard sees it {seen}")
     return "\n".join(lines)

@@ -202,7 +202,7 @@ class Partition:
         if self.replicate_axes:
             title += f", replicated over {self.replicate_axes}"
         summary = (
-            f"what is sharded takes, for each array of the parameters' size (an Adam moment), "
+            f"what is sharded takes, for each array of the parameters' shape and dtype, "
             f"{shard:,} bytes per device instead of {whole:,} ({shard / max(whole, 1):.1%})"
         )
         return Table(head, cells, [summary], title)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from zerojax._collectives import pad, unpad
@@ -25,7 +25,8 @@ def unshard(params: Any) -> Any:
     stage 3, and at every stage their gradients are reduced here, in the backward pass. Call it in
     the body of the scan over layers, and put `jax.checkpoint(body, policy=zerojax.regather)` around
     that body at stage 3: otherwise the gathered weights of all layers are kept for the backward
-    pass.
+    pass. (In a loop that is differentiated as a whole, such as a pipeline's over its ticks, JAX
+    gathers the weights of its layers once, before the loop.)
 
     Args:
       params: a parameter, or a tree of them, as the loss received them or sliced along leading
@@ -83,7 +84,7 @@ def regather(primitive: Any, *_: Any, **params: Any) -> bool:
 # All-gathers in their three forms, and what leaves the values of an array as they are.
 _GATHERS = frozenset(
     """all_gather all_gather_invariant sharding_constraint reshard
-    broadcast_in_dim convert_element_type copy reshape slice squeeze transpose""".split()
+    broadcast_in_dim convert_element_type copy pvary reshape slice squeeze transpose""".split()
 )
 
 
@@ -131,5 +132,5 @@ def _pin(mesh: Mesh | AbstractMesh, x: jax.Array, spec: P) -> jax.Array:
     if auto := axes_of_type(here, AxisType.Auto):
         x = constrain(mesh, x, restrict(spec, auto))
     if explicit := axes_of_type(here, AxisType.Explicit):
-        x = reshard(x, restrict(spec, explicit))
+        x = reshard(x, NamedSharding(here, restrict(spec, explicit)))
     return x
