@@ -18,6 +18,8 @@ FLOORS = {
     "_hlo_cost": 0,
     "_hlo_collectives": 0,
     "_tables": 0,
+    "_synthetic": 0,
+    "_memory_report": 0,
     "_chips": 0,
     "_compile_worker": 0,
     "_specs": 0,
@@ -42,6 +44,7 @@ FLOORS = {
     "_zero": 2,
     "_expected": 3,
     "_audit": 3,
+    "_memory": 3,
     "_formulation": 3,
     "_microbatches": 3,
     "_gradients": 3,
@@ -50,6 +53,7 @@ FLOORS = {
     "_train": 4,
     "checkpoint": 4,
     "__init__": 5,
+    "__main__": 5,
 }
 TOP_LEVEL = {"jax", "numpy", "optax", "zerojax"} | sys.stdlib_module_names
 OPTIONAL = ["flax", "matplotlib", "orbax", "rich", "safetensors"]

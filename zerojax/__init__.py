@@ -10,6 +10,8 @@ from zerojax._gradients import GradientFunction, value_and_grad
 from zerojax._leaf_plan import LeafPlan
 from zerojax._loss_scale import LossScaleState, dynamic_loss_scale
 from zerojax._master import MasterState
+from zerojax._memory import memory
+from zerojax._memory_report import MemoryComparison, MemoryReport
 from zerojax._partition import Partition
 from zerojax._planner import partition
 from zerojax._shard import Shard
@@ -26,6 +28,8 @@ __all__ = [
     "LeafPlan",
     "LossScaleState",
     "MasterState",
+    "MemoryComparison",
+    "MemoryReport",
     "Partition",
     "Shard",
     "TrainStep",
@@ -39,6 +43,7 @@ __all__ = [
     "expected_communication",
     "global_norm",
     "init",
+    "memory",
     "partition",
     "regather",
     "topology",

@@ -15,7 +15,7 @@ from zerojax._hlo import Module, parse
 from zerojax._hlo_collectives import Collective, find_collectives
 from zerojax._hlo_cost import Costs
 from zerojax._specs import raise_all
-from zerojax._tables import html_table, in_bytes, text_table
+from zerojax._tables import Table, in_bytes
 from zerojax._timeline import Timeline, cost_model, simulate
 
 _HEAD = [
@@ -199,7 +199,8 @@ class CommunicationReport:
             figure.legend(loc="outside upper right", ncols=len(kinds), fontsize="small")
         figure.savefig(path)
 
-    def _table(self) -> list[list[str]]:
+    def table(self) -> Table:
+        """What `print` shows."""
         rows = []
         for c in self.collectives:
             arrays = [str(a) for a in c.arrays[:2]] + ["..."] * (len(c.arrays) > 2)
@@ -208,7 +209,7 @@ class CommunicationReport:
                  str(c.trips), f"{c.total_bytes:,}", "yes" if c.asynchronous else "no",
                  f"{c.flops / 1e9:.3g}"]
             )  # fmt: skip
-        return rows
+        return Table(_HEAD, rows, self._summary())
 
     def _summary(self) -> list[str]:
         sums: dict[str, int] = {}
@@ -232,11 +233,10 @@ class CommunicationReport:
         return lines
 
     def __repr__(self) -> str:
-        return "\n".join([*text_table(_HEAD, self._table()), *self._summary()])
+        return str(self.table())
 
     def _repr_html_(self) -> str:
-        summary = "".join(f"<p>{line}</p>" for line in self._summary())
-        return html_table(_HEAD, self._table()) + summary
+        return self.table().html()
 
 
 def audit(compiled: Any, mesh: Mesh | AbstractMesh | None = None) -> CommunicationReport:

@@ -24,6 +24,7 @@ class LeafPlan:
       shard: per dim, the data axes that ZeRO adds behind them, the last of `shard_axes` first.
       stored: the shape that is sharded: `shape`, padded where no dim divides.
       reason: why the leaf stays whole, or is padded; empty when neither.
+      scan_dims: how many leading dims the model scans over.
     """
 
     path: str
@@ -33,6 +34,7 @@ class LeafPlan:
     shard: Spec
     stored: tuple[int, ...]
     reason: str = ""
+    scan_dims: int = 0
 
     @property
     def model_spec(self) -> P:
@@ -73,6 +75,7 @@ class LeafPlan:
             stored=new + self.stored[kept],
             model=((),) * len(new) + self.model[kept],
             shard=((),) * len(new) + self.shard[kept],
+            scan_dims=max(self.scan_dims + ndim - len(self.shape), 0),
         )
 
     def row(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from zerojax._specs import (
     from_spec,
     raise_all,
 )
+from zerojax._tables import Table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,12 +180,13 @@ class Partition:
         axes = {"shard_axes": self.shard_axes, "replicate_axes": self.replicate_axes}
         return json.dumps({"mesh": mesh, "stage": self.stage, **axes, "leaves": self.rows()})
 
-    def __repr__(self) -> str:
+    def table(self) -> Table:
+        """What `print` shows."""
         rows = self.rows()
         mesh = ", ".join(f"{a}={n}" for a, n in self.mesh.shape.items())
         whole, shard = (sum(row[key] for row in rows) for key in ("bytes_whole", "bytes_shard"))
         head = ["path", "shape", "dtype", "model spec", "shard spec", "bytes/device", "reason"]
-        table = [
+        cells = [
             [
                 row["path"],
                 "x".join(map(str, row["shape"])) or "scalar",
@@ -196,15 +198,20 @@ class Partition:
             ]
             for row in rows
         ]
-        widths = [max(map(len, column)) for column in zip(head, *table, strict=True)]
-        lines = [
-            f"ZeRO stage {self.stage} on mesh({mesh}), sharded over {self.shard_axes}"
-            + (f", replicated over {self.replicate_axes}" if self.replicate_axes else ""),
-            *("  ".join(map(str.ljust, row, widths)).rstrip() for row in [head, *table]),
+        title = f"ZeRO stage {self.stage} on mesh({mesh}), sharded over {self.shard_axes}"
+        if self.replicate_axes:
+            title += f", replicated over {self.replicate_axes}"
+        summary = (
             f"what is sharded takes, for each array of the parameters' shape and dtype, "
-            f"{shard:,} bytes per device instead of {whole:,} ({shard / max(whole, 1):.1%})",
-        ]
-        return "\n".join(lines)
+            f"{shard:,} bytes per device instead of {whole:,} ({shard / max(whole, 1):.1%})"
+        )
+        return Table(head, cells, [summary], title)
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
 
 
 def check_tree(part: Partition, tree: Any, where: str, *, natural: bool = False) -> list[Any]:

@@ -114,7 +114,7 @@ def partition(
                 else ""
             )
             shard, stored, reason = rule(shape, model, scan, override, skip)
-            leaves.append(LeafPlan(path, shape, dtype, model, shard, stored, reason))
+            leaves.append(LeafPlan(path, shape, dtype, model, shard, stored, reason, scan))
         except (ValueError, TypeError) as error:
             problems.append(f"  {path or '(root)'}: {error}")
     raise_all("partition: these leaves cannot be planned", problems)

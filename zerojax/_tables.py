@@ -1,7 +1,34 @@
 """Tables as plain text and as HTML."""
 
+import dataclasses
 import html
 from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What a report shows.
+
+    Attributes:
+      head: of the columns.
+      rows: the cells.
+      summary: lines below the table.
+      title: the line above it, if there is one.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    summary: Sequence[str] = ()
+    title: str = ""
+
+    def __str__(self) -> str:
+        title = [self.title] * bool(self.title)
+        return "\n".join([*title, *text_table(self.head, self.rows), *self.summary])
+
+    def html(self) -> str:
+        """The same as HTML."""
+        title, *lines = (f"<p>{html.escape(line)}</p>" for line in (self.title, *self.summary))
+        return title * bool(self.title) + html_table(self.head, self.rows) + "".join(lines)
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -89,6 +89,10 @@ class TrainStep:
         """The lowered step, for arrays or `jax.ShapeDtypeStruct`s."""
         return self.jitted.lower(*args)
 
+    def trace(self, *args: Any) -> Any:
+        """The traced step; with this jax, and `compile_for`, see that it is jitted and donates."""
+        return self.jitted.trace(*args)
+
 
 def train_step(
     grad_fn: Callable[..., Any], tx: optax.GradientTransformation, part: Partition

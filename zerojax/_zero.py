@@ -263,24 +263,25 @@ def abstract_state(tx: optax.GradientTransformation, part: Partition) -> Any:
     >>> state[0].trace["w"].shape, state[0].trace["w"].sharding.spec
     ((16, 3), P('data', None))
     """
-    leaves, treedef = _abstract_leaves(tx, part)
-    return treedef.unflatten(leaves)
-
-
-@functools.lru_cache(maxsize=32)
-def _abstract_leaves(
-    tx: optax.GradientTransformation, part: Partition
-) -> tuple[list[jax.ShapeDtypeStruct], Any]:
-    specs = jax.tree.leaves(part.param_specs)
-    pairs = zip(part.leaves, specs, strict=True)
-    params = [typed(part, part.param_shape(leaf), leaf.dtype, spec) for leaf, spec in pairs]
-    leaves, treedef = jax.tree.flatten(state_specs(part, tx.init, part.treedef.unflatten(params)))
 
     def abstract(leaf: StateLeaf) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(part.mesh, leaf.spec)
         return jax.ShapeDtypeStruct(leaf.stored, leaf.dtype, sharding=sharding)
 
-    return [abstract(leaf) for leaf in leaves], treedef
+    return jax.tree.map(abstract, state_layout(tx, part))
+
+
+def state_layout(tx: optax.GradientTransformation, part: Partition) -> Any:
+    """As `abstract_state`, with `StateLeaf`s, which also know their natural shapes."""
+    leaves, treedef = _state_leaves(tx, part)
+    return treedef.unflatten(leaves)
+
+
+@functools.lru_cache(maxsize=32)
+def _state_leaves(tx: optax.GradientTransformation, part: Partition) -> tuple[list[Any], Any]:
+    pairs = zip(part.leaves, jax.tree.leaves(part.param_specs), strict=True)
+    params = [typed(part, part.param_shape(leaf), leaf.dtype, spec) for leaf, spec in pairs]
+    return jax.tree.flatten(state_specs(part, tx.init, part.treedef.unflatten(params)))
 
 
 def check_leaves(
