@@ -20,6 +20,8 @@ import zerojax
 from tests.conftest import make_mesh
 
 SMALL = 8  # elements: scalars, and leaves that stay whole
+# On jax 0.10.2 conftest.py turns these off, and equal programs then round differently.
+BITS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 UNUSED = 24  # elements of the leaf that the loss never uses
 
 
@@ -149,15 +151,13 @@ def test_one_device_runs_the_plain_program(stage, accumulate, axis_type):
     )
     placed = part.place(params)
     args = (placed, zerojax.zero(tx, part).init(placed), *batch())
-    ours = step.lower(*args).compile()
+    ours = step.lower(*args).compile(BITS)
     plain_args = (jax.tree.map(jnp.asarray, params), tx.init(params), *batch())
-    theirs = jax.jit(plain, donate_argnums=(0, 1)).lower(*plain_args).compile()
+    theirs = jax.jit(plain, donate_argnums=(0, 1)).lower(*plain_args).compile(BITS)
     assert operations(ours) == operations(theirs)
     for key in ("flops", "bytes accessed"):
         assert ours.cost_analysis()[key] == theirs.cost_analysis()[key]
-    chex.assert_trees_all_equal(
-        jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(plain)(*plain_args))
-    )
+    chex.assert_trees_all_equal(jax.tree.leaves(ours(*args)), jax.tree.leaves(theirs(*plain_args)))
 
 
 def operations(compiled):
