@@ -123,8 +123,8 @@ def value_and_grad(
     Raises:
       ValueError: from `grad_fn`: the batch does not divide by devices x `accumulate`, arguments
         disagree on its size, the loss reduces over the data axes itself, cannot be traced inside a
-        Manual region, or is no floating scalar; aux that needs `aux_reduction`; a parameter that is
-        the loss is typed varying over one of `manual_axes`.
+        Manual region, or is no floating scalar, or is typed varying over one of `manual_axes`; aux
+        that needs `aux_reduction`; a parameter that some devices would not unshard as others do.
       TypeError: the loss calls `unshard` and uses another parameter without it, or computes with a
         parameter before it unshards it.
 
