@@ -6,11 +6,6 @@ A transformer of 1.275 B bfloat16 parameters, scanned and rematerialised layer b
 float32 masters and Adam, in 4 microbatches of 4 x 2048 tokens on each device.
 """
 
-import argparse
-import dataclasses
-import json
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +15,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax import numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -130,7 +125,9 @@ def by_constraints(mesh: Mesh, stage: int, whole: Any = None, pin: Any = None) -
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         loss, grads = grad_fn(params, tokens)
-        params, (master, (adam, *rest)) = update(lax.with_sharding_constraint(grads, state_at), state)
+        params, (master, (adam, *rest)) = update(
+            lax.with_sharding_constraint(grads, state_at), state
+        )
         adam = adam._replace(mu=pinned(adam.mu, state_at), nu=pinned(adam.nu, state_at))
         return pinned(params, at), (pinned(master, state_at), (adam, *rest)), loss
 

@@ -1,6 +1,9 @@
 """Whole training steps as XLA compiles them for H100s: what is computed, sent and held."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -12,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.pairs import product
+from zerojax import _xla_options
 
 LAYERS, WIDTH, HEADS, WORDS, TIME, ACCUMULATE = 2, 128, 2, 512, 64, 4
 SHAPES = {
@@ -90,14 +94,12 @@ def test_a_transformer(stage, by_layer, hosts, model, recommended):
     def on(spec, shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    params = jax.tree.map(
-        lambda x, spec: on(spec, x.shape, x.dtype), shapes, part.param_specs
-    )
+    params = jax.tree.map(lambda x, spec: on(spec, x.shape, x.dtype), shapes, part.param_specs)
     batch = on(P("data"), (data * ACCUMULATE, TIME), np.int32)
     step = zerojax.train_step(grad_fn, tx, part)
     program = zerojax.compile_for(
         step.jitted, params, zerojax.abstract_state(tx, part), batch, topology=devices,
-        xla_options=zerojax.xla_options("h100", part) if recommended else None,
+        xla_options=zerojax.xla_options("h100", stage=stage) if recommended else None,
     )  # fmt: skip
 
     assert ("by layer" in repr(grad_fn)) == by_layer
@@ -119,3 +121,28 @@ def test_a_transformer(stage, by_layer, hosts, model, recommended):
     if stage == 1:  # the least that there can be
         least = (4 + 2) * SIZE // model * (data - 1) // data
         assert report.bytes(axis="data") == pytest.approx(least, rel=0.02)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_options_are_those_that_this_xla_knows(stage):
+    options = zerojax.xla_options("h100", stage=stage)
+    assert len(options) == (3, 3, 4, 5)[stage]  # one of two names of an option
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+    assert not _xla_options._is_known("xla_no_such_option", 1)
+
+
+def test_the_options_as_flags_of_a_process():
+    flags = zerojax.xla_flags(zerojax.xla_options("h100", stage=3))
+    assert len(flags.split()) == 5
+    environment = {**os.environ, "XLA_FLAGS": flags}  # with an unknown one the process would end
+    code = [sys.executable, "-c", "import jax; jax.devices()"]
+    subprocess.run(code, env=environment, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(("h900", 1), "unknown chip 'h900'"), (("h100", 4), "stage must be 0, 1, 2 or 3, got 4")],
+)
+def test_options_for_what_there_is_not(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        zerojax.xla_options(arguments[0], stage=arguments[1])
