@@ -54,18 +54,17 @@ def xla_options(chip: str, *, stage: int = 1) -> dict[str, Any]:
         # An estimate of times by which it starts transfers too late, most of all between hosts.
         # Stage 1 on 64: 11.9, with the estimate 14.8. Stage 3 on 8: 8.0, with it 12.8.
         "xla_gpu_enable_analytical_sol_latency_estimator": False,
-        # How many transfers may be on their way; the others start when one is over, after the
-        # products that would have hidden them. Stage 3 on 64: 28, with one at a time 112. More than
-        # two put the parameters of stage 1 in a worse order: on 8, 2.7 becomes 4.6.
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 2 if stage < 2 else 4,
+        # How many transfers may be on their way. The others start when one is over, behind the
+        # products that would have hidden them: stage 3 on 64: 28, one at a time 112. More than two
+        # bring the parameters of stage 1 in a worse order: on 8, 2.7 becomes 4.6.
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 4 if stage == 3 else 2,
     }
-    if stage >= 2:
+    if stage == 3:
         # Pipelined, a layer's gradients are sent in the next iteration, where its gathers wait for
-        # them. Stage 3 on 8: 8.0, pipelined 28.7. Stage 2: one copy of a layer's gradients less.
+        # them: on 8, 8.0, pipelined 28.7. At stages 1 and 2 that iteration hides them.
         options["xla_gpu_pipeline_reduce_scatter"] = f"{_MODE}OFF"
         options["xla_gpu_enable_pipelined_reduce_scatter"] = False  # its name before jax 0.12
-    if stage == 3:
-        # Combined, a layer's gradients wait for the last of them. Stage 3 on 64: 28, combined 41.
+        # Combined, a layer's gradients wait for the last of them. On 64: 28, combined 41.
         options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = 1
     return {name: value for name, value in options.items() if _is_known(name, value)}
 
