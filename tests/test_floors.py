@@ -37,6 +37,7 @@ FLOORS = {
     "_master": 1,
     "_compile": 1,
     "_timeline": 1,
+    "_xla_options": 1,
     "_manual": 2,
     "_loss_scale": 2,
     "_wire": 2,

@@ -17,6 +17,7 @@ from zerojax._planner import partition
 from zerojax._shard import Shard
 from zerojax._train import TrainStep, init, train_step
 from zerojax._unshard import regather, unshard
+from zerojax._xla_options import xla_flags, xla_options
 from zerojax._zero import abstract_state, zero
 
 __all__ = [
@@ -50,5 +51,7 @@ __all__ = [
     "train_step",
     "unshard",
     "value_and_grad",
+    "xla_flags",
+    "xla_options",
     "zero",
 ]
