@@ -26,7 +26,7 @@ def xla_options(chip: str, *, stage: int = 1) -> dict[str, Any]:
       stage: of the partition.
 
     Returns:
-      Options that the installed XLA knows, by name; the others are left out. For
+      Options that the installed XLA knows, by name; the others are left out. None at stage 0. For
       `jax.jit(..., compiler_options=)`, `lowered.compile(compiler_options=)` and
       `zerojax.compile_for(..., xla_options=)`, or as `zerojax.xla_flags` in the environment.
 
@@ -46,25 +46,28 @@ def xla_options(chip: str, *, stage: int = 1) -> dict[str, Any]:
     chip_named(chip)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"xla_options: stage must be 0, 1, 2 or 3, got {stage!r}.")
+    if stage == 0:  # the defaults hide more of its all-reduces: on 8, 14.9 are exposed, else 30.1
+        return {}
     # Milliseconds are exposed communication with jax 0.12, by the model of the audit: with the
-    # other options, and without this one. A step has 21 on 8 GPUs at stage 1, 83 at stage 3.
+    # other options, and without this one. On 8 a step sends for 21 at stage 1, 37 at 2, 100 at 3.
     options: dict[str, Any] = {
-        # Moves starts up and dones down. Stage 1 on 8: 2.7; without, nothing is hidden: 21.5.
+        # Moves starts up and dones down. Stage 1 on 8: 2.7; with neither this nor the estimate
+        # below, which turns it on, nothing is hidden: 21.5.
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        # An estimate of times by which it starts transfers too late, most of all between hosts.
-        # Stage 1 on 64: 11.9, with the estimate 14.8. Stage 3 on 8: 8.0, with it 12.8.
+        # An estimate of times from data sheets, by which it hides less. Stage 1 on 64: 11.9, with
+        # the estimate 14.8. Stage 3 on 8: 8.0, with it 12.8.
         "xla_gpu_enable_analytical_sol_latency_estimator": False,
-        # How many transfers may be on their way. The others start when one is over, behind the
-        # products that would have hidden them: stage 3 on 64: 28, one at a time 112. More than two
-        # bring the parameters of stage 1 in a worse order: on 8, 2.7 becomes 4.6.
+        # How many transfers may be on their way at once. Stage 3 on 64: 28, one at a time 112.
+        # Stage 1 on 8: 2.7, one at a time 4.1, four 4.6.
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4 if stage == 3 else 2,
     }
     if stage == 3:
-        # Pipelined, a layer's gradients are sent in the next iteration, where its gathers wait for
-        # them: on 8, 8.0, pipelined 28.7. At stages 1 and 2 that iteration hides them.
+        # Pipelined, a layer's gradients are sent in the next iteration, beside its gathers. On 8:
+        # 8.0, pipelined 28.7. At stage 1 nothing else is sent there, and that hides more.
         options["xla_gpu_pipeline_reduce_scatter"] = f"{_MODE}OFF"
         options["xla_gpu_enable_pipelined_reduce_scatter"] = False  # its name before jax 0.12
-        # Combined, a layer's gradients wait for the last of them. On 64: 28, combined 41.
+        # Combined, a layer's gradients wait for the last of them. On 64: 28, combined 41. A
+        # threshold of a layer for gathers makes that 113.
         options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = 1
     return {name: value for name, value in options.items() if _is_known(name, value)}
 
