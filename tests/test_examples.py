@@ -1,16 +1,10 @@
 """The example trains as it says it does, and names a wrong argument in one line."""
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from example_runs import assert_refused, load, run
 
-ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "train_lm.py"
 TINY = "--steps 3 --batch 8 --length 16 --dim 64 --layers 1".split()
 
 
@@ -23,10 +17,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_lm", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("train_lm")
 
 
 @pytest.mark.parametrize(
@@ -39,15 +30,12 @@ def example():
     ],
 )
 def test_trains(flags, formulation, shares, text, tmp_path):
-    command = [sys.executable, EXAMPLE, *TINY, *flags.split(), "--text", text, "--out", tmp_path]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count(f"value_and_grad at stage {flags[8]}, {formulation}: ") == 1
-    assert "sharded = unsharded: losses within" in run.stdout
-    assert re.search(r"validation loss: \d\.\d+ nats per byte", run.stdout)
+    printed = run("train_lm", [*TINY, *flags.split()], text, tmp_path)
+    assert printed.count(f"value_and_grad at stage {flags[8]}, {formulation}: ") == 1
+    assert "sharded = unsharded: losses within" in printed
+    assert re.search(r"validation loss: \d\.\d+ nats per byte", printed)
     for name, share in zip(("parameters", "gradients", "optimizer state"), shares, strict=True):
-        row = re.search(rf"{name} +([\d,]+) +([\d,]+)", run.stdout)
+        row = re.search(rf"{name} +([\d,]+) +([\d,]+)", printed)
         replicated, own = (int(number.replace(",", "")) for number in row.groups())
         assert replicated > 50_000
         assert own == pytest.approx(replicated / share, rel=1e-3)  # counters are whole
@@ -77,8 +65,5 @@ def test_trains(flags, formulation, shares, text, tmp_path):
 )
 def test_wrong_argument(flags, message, example, text, tmp_path, capsys):
     flags = flags.format(text=text).split()
-    with pytest.raises(SystemExit) as exit_:
-        example.main([*TINY, "--text", str(text), "--out", str(tmp_path), *flags])
-    out, err = capsys.readouterr()
-    assert (exit_.value.code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+    flags = [*TINY, "--text", str(text), "--out", str(tmp_path), *flags]
+    assert_refused(example, flags, message, capsys)

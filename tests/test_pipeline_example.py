@@ -1,25 +1,19 @@
 """The 3D example equals one device, communicates what it should, and names a wrong argument."""
 
-import importlib.util
 import math
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import jax
 import optax
 import pytest
+from example_runs import assert_refused, load, run
 from jax import numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
 
-ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "pipeline_3d.py"
 TINY = "--steps 3 --batch 36 --length 10 --dim 64 --layers 4 --microbatches 6".split()
 SMALL = 8  # elements: scalars, one for each kind of leaf in the norm
 
@@ -33,20 +27,14 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("pipeline_3d", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("pipeline_3d")
 
 
 @pytest.mark.parametrize("flags", ["--zero 1 --manual-model", "--zero 3"])
 def test_trains_as_one_device_does(flags, text, tmp_path):
-    command = [sys.executable, EXAMPLE, *TINY, *flags.split(), "--text", text, "--out", tmp_path]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    assert "pipeline = one device: all 3 losses differ by at most" in run.stdout
-    row = re.search(r"optimizer state +(.*)", run.stdout)[1].replace(",", "")
+    printed = run("pipeline_3d", [*TINY, *flags.split()], text, tmp_path)
+    assert "pipeline = one device: all 3 losses differ by at most" in printed
+    row = re.search(r"optimizer state +(.*)", printed)[1].replace(",", "")
     replicated, plain, zero1, zero3 = map(int, row.split())
     assert replicated > 3 * plain and zero1 == zero3
     assert zero1 - 4 == (plain - 4) / 2  # the step count is whole
@@ -126,8 +114,5 @@ def test_what_is_communicated(zero, model, example, text, tmp_path):
 )
 def test_wrong_argument(flags, message, example, text, tmp_path, capsys):
     flags = flags.format(text=text).split()
-    with pytest.raises(SystemExit) as exit_:
-        example.main([*TINY, "--text", str(text), "--out", str(tmp_path), *flags])
-    out, err = capsys.readouterr()
-    assert (exit_.value.code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+    flags = [*TINY, "--text", str(text), "--out", str(tmp_path), *flags]
+    assert_refused(example, flags, message, capsys)
