@@ -91,11 +91,8 @@ def library(mesh: Mesh, stage: int, unshard: Any, plain: bool = False) -> tuple[
             accumulate=ACCUMULATE, grad_dtype=jnp.float32,
         )  # fmt: skip
         tokens = on(mesh, (ACCUMULATE * BATCH * mesh.size, TIME), P("data"), jnp.int32)
-    params = jax.tree.map(
-        lambda leaf, spec: on(mesh, part.param_shape(leaf), spec, jnp.bfloat16),
-        part.treedef.unflatten(part.leaves), part.param_specs,
-    )  # fmt: skip
-    return zerojax.train_step(grad_fn, tx, part), params, zerojax.abstract_state(tx, part), tokens
+    state = zerojax.abstract_state(tx, part)
+    return zerojax.train_step(grad_fn, tx, part), part.abstract_params(), state, tokens
 
 
 # The same by hand.

@@ -91,14 +91,12 @@ def test_a_transformer(stage, by_layer, hosts, model, recommended):
     loss = functools.partial(loss_fn, by_layer=by_layer)
     grad_fn = zerojax.value_and_grad(loss, part, accumulate=ACCUMULATE, grad_dtype=np.float32)
 
-    def on(spec, shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    params = jax.tree.map(lambda x, spec: on(spec, x.shape, x.dtype), shapes, part.param_specs)
-    batch = on(P("data"), (data * ACCUMULATE, TIME), np.int32)
+    split = NamedSharding(mesh, P("data"))
+    batch = jax.ShapeDtypeStruct((data * ACCUMULATE, TIME), np.int32, sharding=split)
     step = zerojax.train_step(grad_fn, tx, part)
     program = zerojax.compile_for(
-        step.jitted, params, zerojax.abstract_state(tx, part), batch, topology=devices,
+        step.jitted, part.abstract_params(), zerojax.abstract_state(tx, part), batch,
+        topology=devices,
         xla_options=zerojax.xla_options("h100", stage=stage) if recommended else None,
     )  # fmt: skip
 

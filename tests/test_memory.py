@@ -238,12 +238,7 @@ def compiled_step(optimizer, stage, mesh, accumulate):
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
         return jnp.mean(x @ params["head"]) + jnp.sum(params["bias"])
 
-    def abstract(leaf, sharding):
-        return jax.ShapeDtypeStruct(part.param_shape(leaf), leaf.dtype, sharding=sharding)
-
-    params = jax.tree.map(
-        abstract, part.treedef.unflatten(part.leaves), part.shardings(part.param_specs)
-    )
+    params = part.abstract_params()
     x = jax.ShapeDtypeStruct((32, 16), dtype, sharding=NamedSharding(mesh, P("data")))
     grad_fn = zerojax.value_and_grad(loss_fn, part, accumulate=accumulate)
     step = zerojax.train_step(grad_fn, tx, part)

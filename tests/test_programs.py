@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from models import SCAN_DIMS, SPECS, loss_fn, make_batch, make_params, row_parallel
 from pairs import product
@@ -194,19 +194,6 @@ def layered_loss(params, x, policy=zerojax.regather):
     return jnp.mean(x**2)
 
 
-def abstract(part):
-    """The parameters as they live."""
-    return part.treedef.unflatten(
-        [
-            jax.ShapeDtypeStruct(
-                part.param_shape(leaf), leaf.dtype,
-                sharding=NamedSharding(part.mesh, part.param_spec(leaf)),
-            )
-            for leaf in part.leaves
-        ]
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     *product(
         stage=[3, 2, 1],
@@ -225,7 +212,7 @@ def test_by_layer_every_weight_is_gathered_and_reduced_in_the_loop(
         zerojax.value_and_grad(layered_loss, part, accumulate=accumulate), tx, part
     )
     x = np.zeros((32, 2 * SMALL), np.float32)
-    compiled = step.lower(abstract(part), zerojax.abstract_state(tx, part), x).compile()
+    compiled = step.lower(part.abstract_params(), zerojax.abstract_state(tx, part), x).compile()
     big = [c for c in zerojax.audit(compiled, mesh).collectives if c.elements > SMALL]
 
     def count(kind):
@@ -314,7 +301,7 @@ def test_by_layer_more_layers_take_no_more_than_their_carries(stage, accumulate,
             functools.partial(layered_loss, policy=policy), part, accumulate=accumulate
         )
         x = np.zeros((8 * examples * accumulate, dim), np.float32)
-        temp[layers] = temp_bytes(jax.jit(grad_fn).lower(abstract(part), x))
+        temp[layers] = temp_bytes(jax.jit(grad_fn).lower(part.abstract_params(), x))
     layer = 2 * dim * hidden * 4
     saved = examples * dim * 4  # what a layer starts from
     if policy:  # both sides of the nonlinearity
@@ -331,7 +318,7 @@ def test_persistent_bytes_are_the_formula(stage):
     tx = zerojax.zero(optax.adam(1e-3), part)
     step = zerojax.train_step(zerojax.value_and_grad(layered_loss, part), tx, part)
     x = np.zeros((8, 2 * SMALL), np.float32)
-    memory = step.lower(abstract(part), zerojax.abstract_state(tx, part), x).compile()
+    memory = step.lower(part.abstract_params(), zerojax.abstract_state(tx, part), x).compile()
     memory = memory.memory_analysis()
     n = sum(math.prod(leaf.shape) for leaf in part.leaves)
     persistent = 4 * n // (8 if stage == 3 else 1) + 8 * n // 8 + 4  # and the count

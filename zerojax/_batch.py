@@ -63,6 +63,12 @@ class Batch:
         return jax.random.fold_in(x, index) if count > 1 and _is_key(x) else x
 
 
+def check_accumulate(accumulate: Any) -> None:
+    """Raises unless this is a number of microbatches."""
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be at least 1, and an int, got {accumulate!r}.")
+
+
 def plan_batch(part: Partition, args: tuple[Any, ...], batch_specs: Any, accumulate: int) -> Batch:
     """Plans the split of a loss function's arguments; see `value_and_grad`.
 

@@ -12,10 +12,10 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
-from zerojax._contexts import constrain, current_mesh, manual_axes
+from zerojax._contexts import current_mesh, manual_axes, to_stored
 from zerojax._leaf_plan import LeafPlan
 from zerojax._partition import Partition
-from zerojax._specs import Spec, axes_size, from_spec, restrict
+from zerojax._specs import Spec, axes_size, from_spec, restrict, widened
 
 
 def split_view(part: Partition, leaf: LeafPlan) -> LeafPlan:
@@ -206,22 +206,6 @@ def unpad(x: jax.Array, view: LeafPlan) -> jax.Array:
     return x
 
 
-def to_stored(part: Partition, x: Any, stored: tuple[int, ...], spec: P) -> Any:
-    """Pads a natural array of an Auto-mode program; each device pads only its own end."""
-    if x.shape != stored:
-        x = constrain(part.mesh, x, spec)
-        x = jnp.pad(x, [(0, s - n) for n, s in zip(x.shape, stored, strict=True)])
-    return constrain(part.mesh, x, spec)
-
-
-def to_natural(part: Partition, x: Any, shape: tuple[int, ...], spec: P) -> Any:
-    """Strips the padding in an Auto-mode program; the result may be unevenly sharded."""
-    if x.shape != shape:
-        x = constrain(part.mesh, x, spec)
-        x = lax.slice(x, (0,) * x.ndim, shape)
-    return constrain(part.mesh, x, spec)
-
-
 def global_norm(updates: Any) -> jax.Array:
     """The Euclidean norm over all leaves of a tree, each element counted once.
 
@@ -296,7 +280,7 @@ def norm_of_shards(part: Partition, grads: Any) -> jax.Array:
     """The global norm of a gradient tree in an Auto-mode program: one scalar all-reduce."""
     leaves = [leaf for leaf in part.leaves if leaf.trainable]
     values = [
-        to_stored(part, x, leaf.stored, leaf.shard_spec)
+        to_stored(part.mesh, x, leaf.stored, leaf.shard_spec)
         for x, leaf in zip(jax.tree.leaves(grads), part.leaves, strict=True)
         if leaf.trainable
     ]
@@ -319,4 +303,4 @@ def norm_of_shards(part: Partition, grads: Any) -> jax.Array:
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     x = jnp.abs(x)
-    return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
+    return jnp.sum(jnp.square(x.astype(widened(x.dtype))))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
@@ -55,6 +56,22 @@ def standing_on(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[
 def constrain(mesh: Mesh | AbstractMesh, x: Any, spec: P) -> Any:
     """Constrains an array of an Auto-mode program to a spec."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(current_mesh(mesh), spec))
+
+
+def to_stored(mesh: Mesh | AbstractMesh, x: Any, stored: tuple[int, ...], spec: P) -> Any:
+    """Pads a natural array of an Auto-mode program; each device pads only its own end."""
+    if x.shape != stored:
+        x = constrain(mesh, x, spec)
+        x = jnp.pad(x, [(0, s - n) for n, s in zip(x.shape, stored, strict=True)])
+    return constrain(mesh, x, spec)
+
+
+def to_natural(mesh: Mesh | AbstractMesh, x: Any, shape: tuple[int, ...], spec: P) -> Any:
+    """Strips the padding in an Auto-mode program; the result may be unevenly sharded."""
+    if x.shape != shape:
+        x = constrain(mesh, x, spec)
+        x = jax.lax.slice(x, (0,) * x.ndim, shape)
+    return constrain(mesh, x, spec)
 
 
 def run_globally(

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax import numpy as jnp
 
+from zerojax._batch import check_accumulate
 from zerojax._collectives import split_view, unsharded_axes
 from zerojax._hlo_collectives import Collective, wire_bytes
 from zerojax._leaf_plan import LeafPlan
@@ -172,10 +173,8 @@ def expected_communication(
     >>> zerojax.expected_communication(part).bytes("reduce-scatter")
     229376
     """
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be at least 1, and an int, got {accumulate!r}.")
+    check_accumulate(accumulate)
     tree = part.treedef.unflatten(part.leaves)
-    trained = broadcast_prefix("trainable", trainable, tree)
     layered = broadcast_prefix("by_layer", by_layer, tree, is_leaf=lambda x: x is None)
     messages: list[Message] = []
     layer_sizes: set[int] = set()
@@ -195,15 +194,15 @@ def expected_communication(
             )
         )  # fmt: skip
 
-    for leaf, train, layer in zip(part.leaves, trained, layered, strict=True):
+    wire = Wire(part, True, compute_dtype, reduce_dtype)
+    for leaf, train, layer in zip(part.leaves, part.trained(trainable), layered, strict=True):
         view, rest = split_view(part, leaf), unsharded_axes(part, leaf)
-        wire = Wire(part, True, compute_dtype, reduce_dtype)
         weight = wire.dtype(leaf)
         added_up = accumulate > 1 and (part.stage < 2 or not leaf.shard_axes)
         computed = widened(leaf.dtype) if added_up else weight
         gradient = reduce_dtype or computed
         scatters = accumulate if part.stage > 1 and leaf.shard_axes else 1
-        if leaf.trainable and train:
+        if train:
             shards = axes_size(part.mesh, leaf.shard_axes)
             send(view, "reduce-scatter", gradient, leaf.shard_axes, scatters)
             send(view, "all-reduce", gradient, rest, scatters, shards)

@@ -9,20 +9,21 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives, _contexts
-from zerojax._batch import plan_batch
+from zerojax._batch import check_accumulate, plan_batch
 from zerojax._contexts import (
     constrain,
     current_mesh,
     is_boundary,
     run_globally,
     standing_on,
+    to_natural,
 )
 from zerojax._formulation import Options
 from zerojax._leaf_plan import LeafPlan
 from zerojax._loss import PLAIN, NotTraced
 from zerojax._microbatches import device_gradients
 from zerojax._partition import Partition, check_tree
-from zerojax._specs import as_axes, broadcast_prefix, restrict
+from zerojax._specs import as_axes, restrict
 from zerojax._wire import Wire
 
 
@@ -142,8 +143,7 @@ def value_and_grad(
     """
     if reduction not in ("mean", "sum", "weighted"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', got {reduction!r}.")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be at least 1, and an int, got {accumulate!r}.")
+    check_accumulate(accumulate)
     manual_axes = as_axes(manual_axes)
     if unknown := [a for a in manual_axes if a not in part.model_axes]:
         raise ValueError(
@@ -151,11 +151,7 @@ def value_and_grad(
             f"{part.model_axes} (the data axes {part.data_axes} are Manual already)."
         )
     wire = Wire(part, reduction != "sum", compute_dtype, reduce_dtype, manual_axes)
-    masks = broadcast_prefix("trainable", trainable, part.treedef.unflatten(part.leaves))
-    trained = tuple(
-        i for i, (leaf, mask) in enumerate(zip(part.leaves, masks, strict=True))
-        if mask and leaf.trainable
-    )  # fmt: skip
+    trained = tuple(i for i, train in enumerate(part.trained(trainable)) if train)
     views = [_collectives.split_view(part, leaf) for leaf in part.leaves]
     options = Options(
         loss_fn, part, wire, accumulate, has_aux, aux_reduction, reduction, grad_dtype, trained,
@@ -200,7 +196,7 @@ def value_and_grad(
             if i not in reduced:
                 return constrain(part.mesh, jnp.zeros(shape, leaf.dtype), grad_spec(leaf, boundary))
             grad = _collectives.merge_view(part, leaf, views[i], reduced[i])
-            grad = _collectives.to_natural(part, grad, shape, leaf.shard_spec)
+            grad = to_natural(part.mesh, grad, shape, leaf.shard_spec)
             return constrain(part.mesh, grad, grad_spec(leaf, boundary))
 
         grads = part.treedef.unflatten([gradient(i, leaf) for i, leaf in enumerate(part.leaves)])

@@ -9,12 +9,13 @@ import jax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zerojax._batch import check_accumulate
 from zerojax._leaf_plan import LeafPlan
 from zerojax._master import MasterState
 from zerojax._memory_report import AFTER, BEFORE, MemoryReport
 from zerojax._partition import Partition
 from zerojax._sharding_types import StateLeaf
-from zerojax._specs import Axes, axes_size, broadcast_prefix, from_spec, widened
+from zerojax._specs import Axes, axes_size, from_spec, widened
 from zerojax._wire import Wire
 from zerojax._zero import state_layout
 
@@ -77,8 +78,7 @@ def memory(
     >>> [round(report.bytes("model states", stage) / 1e9, 1) for stage in (0, 1, 2, 3)]
     [120.0, 31.4, 16.6, 1.9]
     """
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be at least 1, and an int, got {accumulate!r}.")
+    check_accumulate(accumulate)
     if stages is not None and not callable(tx):
         raise TypeError(
             "memory: a transformation is made for one partition, and stages= needs one for each. "
@@ -175,7 +175,6 @@ def _transient(
 ) -> dict[str, int]:
     """What a step needs besides."""
     part = wire.part
-    trained = broadcast_prefix("trainable", trainable, part.treedef.unflatten(part.leaves))
     gradients = accumulators = 0
     layers: dict[Any, int] = {}
 
@@ -183,8 +182,8 @@ def _transient(
         shape, axes = (leaf.shape, ()) if whole else (leaf.stored, leaf.shard_axes)
         return _bytes(part, shape, dtype, leaf.model_axes + axes)
 
-    for leaf, train in zip(part.leaves, trained, strict=True):
-        if leaf.trainable and train:
+    for leaf, train in zip(part.leaves, part.trained(trainable), strict=True):
+        if train:
             computed = size(leaf, wire.dtype(leaf), whole=part.stage < 2 or not by_layer)
             returned = size(leaf, jnp.dtype(grad_dtype or leaf.dtype), whole=False)
             gradients += max(computed, returned)

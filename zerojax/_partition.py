@@ -12,12 +12,13 @@ from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._contexts import constrain, run_globally
+from zerojax._contexts import run_globally, to_natural
 from zerojax._leaf_plan import LeafPlan
 from zerojax._shard import Shard
 from zerojax._specs import (
     Axes,
     axes_size,
+    broadcast_prefix,
     from_spec,
     raise_all,
 )
@@ -101,6 +102,12 @@ class Partition:
         leaves, treedef = jax.tree.flatten(tree)
         return treedef.unflatten([fn(*pair) for pair in zip(self.plans(tree), leaves, strict=True)])
 
+    def trained(self, trainable: Any) -> list[bool]:
+        """For each leaf whether it has a gradient; `trainable` is a tree prefix of bools."""
+        masks = broadcast_prefix("trainable", trainable, self.treedef.unflatten(self.leaves))
+        pairs = zip(self.leaves, masks, strict=True)
+        return [leaf.trainable and bool(mask) for leaf, mask in pairs]
+
     def shardings(self, specs: Any) -> Any:
         """Tree of `NamedSharding`s on this partition's mesh for a tree of PartitionSpecs."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
@@ -127,6 +134,18 @@ class Partition:
             sharding = NamedSharding(self.mesh, self.param_spec(leaf))
             placed.append(put(value, self.param_shape(leaf), sharding))
         return self.treedef.unflatten(placed)
+
+    def abstract_params(self) -> Any:
+        """The parameters as they live, a `jax.ShapeDtypeStruct` with a sharding for each."""
+        return self.treedef.unflatten(
+            [
+                jax.ShapeDtypeStruct(
+                    self.param_shape(leaf), leaf.dtype,
+                    sharding=NamedSharding(self.mesh, self.param_spec(leaf)),
+                )
+                for leaf in self.leaves
+            ]
+        )  # fmt: skip
 
     def gather(self, params: Any) -> Any:
         """Parameters in their natural shapes and model specs, for evaluation and export.
@@ -263,12 +282,7 @@ def put(value: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Arra
 
 def _natural(params: Any, *, part: Partition) -> Any:
     """Stored parameters of an Auto-mode program in their natural shapes and model specs."""
-
-    def natural(leaf: LeafPlan, x: jax.Array) -> jax.Array:
-        x = constrain(part.mesh, x, leaf.model_spec)
-        return jax.lax.slice(x, (0,) * x.ndim, leaf.shape) if leaf.padded else x
-
-    return part.map(natural, params)
+    return part.map(lambda leaf, x: to_natural(part.mesh, x, leaf.shape, leaf.model_spec), params)
 
 
 def _check_devices(mesh: Mesh | AbstractMesh, where: str) -> None:

@@ -9,8 +9,8 @@ import optax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zerojax._collectives import norm_of_shards, to_stored
-from zerojax._contexts import constrain, run_globally
+from zerojax._collectives import norm_of_shards
+from zerojax._contexts import constrain, run_globally, to_stored
 from zerojax._gradients import GradientFunction
 from zerojax._loss_scale import check_floor, find_loss_scale
 from zerojax._master import round_wider
@@ -55,7 +55,7 @@ def init(
         check_tree(part, round_wider(part, made), "init", natural=True)
         # Made in shards and then gathered: each device makes 1/N, and needs no more memory for it.
         made = part.map(
-            lambda leaf, x: to_stored(part, x, part.param_shape(leaf), leaf.shard_spec), made
+            lambda leaf, x: to_stored(part.mesh, x, part.param_shape(leaf), leaf.shard_spec), made
         )
         params = _constrain(part, round_wider(part, made), part.param_specs)
         # What stands around `zero` makes its state in the dtypes that it sees.

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives
-from zerojax._contexts import constrain, manual_axes, run_globally
+from zerojax._contexts import constrain, manual_axes, run_globally, to_natural, to_stored
 from zerojax._leaf_plan import LeafPlan
 from zerojax._manual import is_manual, reduce_to_shards
 from zerojax._master import is_wider, subtract_params, with_master, working_dtype
@@ -119,7 +119,7 @@ def zero(
         return x.astype(working_dtype(leaf, master_dtype))
 
     def to_shard(leaf: LeafPlan, x: jax.Array) -> jax.Array:
-        return _collectives.to_natural(part, x, leaf.shape, leaf.shard_spec)
+        return to_natural(part.mesh, x, leaf.shape, leaf.shard_spec)
 
     def to_updates(updates: Any, state: Any, params: Any) -> Any:
         return updates if master_dtype is None else subtract_params(updates, state, params)
@@ -205,7 +205,7 @@ def zero(
         params = part.map(lambda leaf, x: constrain(part.mesh, x, part.param_spec(leaf)), params)
         shards = part.map(to_shard, params)
         state = jax.tree.map(
-            lambda leaf, x: _collectives.to_natural(part, x, leaf.shape, leaf.spec), leaves, state
+            lambda leaf, x: to_natural(part.mesh, x, leaf.shape, leaf.spec), leaves, state
         )
         updates, state = inner.update(updates, state, shards, **arrays, **functions)
         updates = part.map(functools.partial(_to_params, part), updates)
@@ -349,13 +349,13 @@ def _show_untrainable(part: Partition, updates: Any, whole: Any) -> Any:
 
 def _to_params(part: Partition, leaf: LeafPlan, x: jax.Array) -> jax.Array:
     """A natural array in its shard spec in the shape and spec of the parameters."""
-    x = _collectives.to_stored(part, x, part.param_shape(leaf), leaf.shard_spec)
+    x = to_stored(part.mesh, x, part.param_shape(leaf), leaf.shard_spec)
     return constrain(part.mesh, x, part.param_spec(leaf))
 
 
 def _store(part: Partition, layout: Any, state: Any) -> Any:
     return jax.tree.map(
-        lambda leaf, x: _collectives.to_stored(part, x, leaf.stored, leaf.spec), layout, state
+        lambda leaf, x: to_stored(part.mesh, x, leaf.stored, leaf.spec), layout, state
     )
 
 

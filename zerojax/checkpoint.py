@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax import lax
 from jax import numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._contexts import constrain, run_globally
+from zerojax._contexts import run_globally
+from zerojax._contexts import to_natural as _to_natural
 from zerojax._partition import Partition, dtype_of, put
 from zerojax._sharding_types import state_specs, typed
 from zerojax._specs import axes_size, from_spec, raise_all, to_spec
@@ -274,21 +274,14 @@ def restore(
 @functools.lru_cache(maxsize=32)
 def _layout(tx: optax.GradientTransformation, part: Partition) -> tuple[list[_Leaf], Any]:
     """The leaves of a checkpoint, and its tree."""
-    specs = [part.param_spec(leaf) for leaf in part.leaves]
-    pairs = list(zip(part.leaves, specs, strict=True))
-    params = [typed(part, leaf.shape, leaf.dtype, spec) for leaf, spec in pairs]
-    params_stored = [
-        jax.ShapeDtypeStruct(
-            part.param_shape(leaf), leaf.dtype, sharding=NamedSharding(part.mesh, spec)
-        )
-        for leaf, spec in pairs
-    ]
-    params, params_stored = map(part.treedef.unflatten, (params, params_stored))
+    params = part.treedef.unflatten(
+        [typed(part, leaf.shape, leaf.dtype, part.param_spec(leaf)) for leaf in part.leaves]
+    )
     natural = {"params": params, "opt_state": state_specs(part, tx.init, params)}
-    stored = {"params": params_stored, "opt_state": abstract_state(tx, part)}
-    found, leaves = _by_name(natural), []
-    problems = [f"  {'.'.join(name)}" for name in found.keys() ^ _by_name(stored).keys()]
-    for name, like in _by_name(stored).items():
+    stored = {"params": part.abstract_params(), "opt_state": abstract_state(tx, part)}
+    found, held, leaves = _by_name(natural), _by_name(stored), []
+    problems = [f"  {'.'.join(name)}" for name in found.keys() ^ held.keys()]
+    for name, like in held.items():
         shape = found[name].shape if name in found else like.shape
         if len(shape) != like.ndim or any(n > s for n, s in zip(shape, like.shape, strict=True)):
             problems.append(f"  {'.'.join(name)}: {list(shape)}, but {list(like.shape)}")
@@ -314,7 +307,7 @@ def _cut(
 ) -> list[jax.Array]:
     """Stored arrays of an Auto-mode program in their natural shapes."""
     return [
-        constrain(part.mesh, lax.slice(x, (0,) * x.ndim, leaf.shape), leaf.sharding.spec)
+        _to_natural(part.mesh, x, leaf.shape, leaf.sharding.spec)
         for x, leaf in zip(arrays, leaves, strict=True)
     ]
 
