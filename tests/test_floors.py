@@ -23,6 +23,7 @@ FLOORS = {
     "_chips": 0,
     "_compile_worker": 0,
     "_specs": 0,
+    "_boxes": 0,
     "_leaf_plan": 0,
     "_partition": 0,
     "_planner": 0,

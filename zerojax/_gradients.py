@@ -216,7 +216,7 @@ def value_and_grad(
                 f"value_and_grad: called inside a jax.shard_map over {sorted(manual)}, and makes "
                 "its own. Call it outside, or use jax.value_and_grad and zero(local_gradients=)."
             )
-        check_tree(part, params, "value_and_grad")
+        params = part.treedef.unflatten(check_tree(part, params, "value_and_grad"))
         boundary = is_boundary(part.mesh, params, args)
         grad_specs = part.treedef.unflatten([grad_spec(leaf, boundary) for leaf in part.leaves])
         try:

@@ -12,6 +12,7 @@ from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax._boxes import pure
 from zerojax._contexts import run_globally, to_natural
 from zerojax._leaf_plan import LeafPlan
 from zerojax._shard import Shard
@@ -160,7 +161,7 @@ class Partition:
           ValueError: the tree, a shape or a dtype differs from the plan.
         """
         _check_devices(self.mesh, "gather")
-        check_tree(self, params, "gather")
+        params = self.treedef.unflatten(check_tree(self, params, "gather"))
         if self.stage < 3:
             return jax.device_put(params, self.shardings(self.model_specs))
         return run_globally(
@@ -176,14 +177,14 @@ class Partition:
           params: parameters as a training step holds them.
 
         Returns:
-          The tree with a `Shard` for each leaf that is sharded; below stage 3, `params` itself.
+          The tree with a `Shard` for each leaf that is sharded; below stage 3, of `params`.
 
         Raises:
           ValueError: the tree, a shape or a dtype differs from the plan.
         """
         flat = check_tree(self, params, "shards")
         if self.stage < 3:
-            return params
+            return self.treedef.unflatten(flat)
         pairs = zip(self.leaves, flat, strict=True)
         return self.treedef.unflatten(
             [Shard(x, leaf=leaf, mesh=self.mesh) if leaf.shard_axes else x for leaf, x in pairs]
@@ -238,7 +239,7 @@ def check_tree(part: Partition, tree: Any, where: str, *, natural: bool = False)
 
     They are expected in the shapes in which they live; with `natural` the user's will do too.
     """
-    with_paths, _ = jax.tree.flatten_with_path(tree)
+    with_paths, _ = jax.tree.flatten_with_path(pure(tree))
     found = {jax.tree_util.keystr(path): value for path, value in with_paths}
     problems = [f"  {path}: is missing" for path in part.by_path if path not in found]
     for path, value in found.items():

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax._boxes import declared_specs, pure
 from zerojax._leaf_plan import LeafPlan, plan_dims
 from zerojax._partition import Partition, dtype_of
 from zerojax._specs import (
@@ -47,10 +48,12 @@ def partition(
     dim divides, the one that wastes least is padded. `print` the result to see each choice.
 
     Args:
-      params: tree of arrays or `jax.ShapeDtypeStruct`s.
+      params: tree of arrays or `jax.ShapeDtypeStruct`s. Of flax's boxes and variables too; the
+        plan is then for the arrays in variables (`nnx.as_pure`), as `nnx.Optimizer` has it.
       mesh: the mesh; axes that are neither sharded nor replicated over are *model* axes.
       specs: the model PartitionSpecs (tensor, pipeline, expert axes), a tree or a prefix of one;
-        `None` reads the `NamedSharding`s of the arrays.
+        `None` reads what flax's boxes (by `flax.linen.logical_axis_rules`, if they are logical)
+        and variables declare, else the `NamedSharding`s of the arrays.
       shard_axes: data axes to sum gradients and shard state over. A leaf is neither summed nor
         sharded over an axis that its own spec uses (an expert-parallel weight). Of several name
         the fastest one last: gradients are scattered over it first and parameters gathered last.
@@ -84,13 +87,15 @@ def partition(
     _check_axes(mesh, shard_axes, replicate_axes)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}.")
+    boxed, params = params, pure(params)
     with_paths, treedef = jax.tree.flatten_with_path(params)
     paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
     values = [value for _, value in with_paths]
     if specs is None:
-        leaf_specs = _infer_specs(paths, values, mesh, {*shard_axes, *replicate_axes})
+        model_axes = {*mesh.shape} - {*shard_axes, *replicate_axes}
+        leaf_specs = _infer_specs(paths, values, declared_specs(boxed), mesh, model_axes)
     else:
-        leaf_specs = broadcast_prefix("partition: specs", specs, params, is_spec)
+        leaf_specs = broadcast_prefix("partition: specs", pure(specs), params, is_spec)
     scans = broadcast_prefix("partition: scan_dims", scan_dims, params)
 
     sizes = dict(mesh.shape)
@@ -154,11 +159,18 @@ def _check_model(shape: tuple[int, ...], model: Spec, sizes: dict[str, int]) -> 
 
 
 def _infer_specs(
-    paths: list[str], values: list[Any], mesh: Mesh | AbstractMesh, data_axes: set[str]
+    paths: list[str],
+    values: list[Any],
+    declared: list[P | None],
+    mesh: Mesh | AbstractMesh,
+    model_axes: set[str],
 ) -> list[P]:
-    """Specs of arrays that know theirs; nothing is assumed on a mesh with model axes."""
-    model_axes = {a for a, n in mesh.shape.items() if n > 1} - data_axes
-    specs = [_known_spec(value, model_axes) for value in values]
+    """Specs that are declared or that arrays know; none is assumed on a mesh with model axes."""
+    model_axes = {axis for axis in model_axes if mesh.shape[axis] > 1}
+    specs = [
+        _known_spec(value, model_axes) if spec is None else spec
+        for spec, value in zip(declared, values, strict=True)
+    ]
     unknown = [
         f"  {path}: {type(value).__name__} without a NamedSharding on this mesh"
         for path, value, spec in zip(paths, values, specs, strict=True)

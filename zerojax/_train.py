@@ -9,6 +9,7 @@ import optax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zerojax._boxes import pure
 from zerojax._collectives import norm_of_shards
 from zerojax._contexts import constrain, run_globally, to_stored
 from zerojax._gradients import GradientFunction
@@ -51,7 +52,7 @@ def init(
     """
 
     def run(*args: Any) -> tuple[Any, Any]:
-        made = init_fn(*args)
+        made = pure(init_fn(*args))
         check_tree(part, round_wider(part, made), "init", natural=True)
         # Made in shards and then gathered: each device makes 1/N, and needs no more memory for it.
         made = part.map(
@@ -142,7 +143,7 @@ def train_step(
                 "train_step: the optimizer is wrapped in dynamic_loss_scale, and only a grad_fn "
                 f"from zerojax.value_and_grad can scale its loss; got {grad_fn!r}."
             )
-        result = grad_fn(params, *args, **({"loss_scale": state.scale} if state else {}))
+        result = pure(grad_fn(params, *args, **({"loss_scale": state.scale} if state else {})))
         pair = isinstance(result, tuple) and len(result) == 2
         if not pair or jax.tree.structure(result[1]) != part.treedef:
             raise TypeError(
@@ -171,7 +172,7 @@ def train_step(
         return apply(params, opt_state, *gradients(params, opt_state, *args))
 
     def step(params: Any, opt_state: Any, *args: Any) -> Any:
-        check_tree(part, params, "train_step")
+        params = part.treedef.unflatten(check_tree(part, params, "train_step"))
         metrics = {"loss": P(), "grad_norm": P()}
         if find_loss_scale(opt_state):
             metrics |= {"loss_scale": P(), "skipped": P()}

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives
+from zerojax._boxes import pure
 from zerojax._contexts import constrain, manual_axes, run_globally, to_natural, to_stored
 from zerojax._leaf_plan import LeafPlan
 from zerojax._manual import is_manual, reduce_to_shards
@@ -125,6 +126,7 @@ def zero(
         return updates if master_dtype is None else subtract_params(updates, state, params)
 
     def init(params: Any) -> Any:
+        params = pure(params)
         check_leaves(part, params, "zero.init", wider=True)
         params = _hide_untrainable(part, params)
         if any(map(on_twin, jax.tree.leaves(params))):
@@ -147,6 +149,7 @@ def zero(
         return _store(part, layout(params), state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, params, extra = pure((updates, params, extra))
         check_leaves(part, updates, "zero.update", dtypes=False)
         check_leaves(part, params, "zero.update")
         if params is not None:
