@@ -9,9 +9,14 @@ import textwrap
 from pathlib import Path
 
 import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
 from hlo_text import LOOPS
+from jax import numpy as jnp
 from jax.sharding import AbstractMesh
+from safetensors import safe_open
 
 import zerojax
 from tests.conftest import make_mesh
@@ -56,6 +61,9 @@ def optimizer():
 def nothing(*devices):
     return None
 
+def rename(name):
+    return "model." + name
+
 def one(devices):
     return jnp.sin, 1.0
 
@@ -64,9 +72,23 @@ def broken(*devices):
 """
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of bfloat16 weights with float32 masters."""
+    params = {"embed": jnp.full((16, 3), 1.5, jnp.bfloat16), "scale": jnp.ones(3)}
+    part = zerojax.partition(params, jax.make_mesh((8,), ("data",)))
+    tx = zerojax.zero(optax.adam(1e-3), part, master_dtype=jnp.float32)
+    state = tx.init({"embed": params["embed"] + jnp.float32(2**-20), "scale": params["scale"]})
+    path = tmp_path_factory.mktemp("checkpoint")
+    with ocp.CheckpointManager(path) as manager:
+        zerojax.checkpoint.save(manager, 3, part.place(params), state, tx, part)
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, saved):
     """A user's folder, in which commands run."""
+    (tmp_path / "saved").symlink_to(saved)
     (tmp_path / "cli_model.py").write_text(MODEL)
     (tmp_path / "cli_broken.py").write_text("import there_is_no_such_module")
     (tmp_path / "step.hlo").write_text(LOOPS)
@@ -229,6 +251,43 @@ def test_tables_in_a_terminal(folder, monkeypatch, rich):
     assert ("─" in text) == rich
 
 
+@pytest.mark.parametrize(
+    "words, embed",
+    [
+        ("", ("F32", 1.5 + 2**-20)),
+        ("--dtype bf16", ("BF16", 1.5)),
+        ("--dtype saved", ("BF16", 1.5)),
+        ("--dtype fp16 --rename cli_model:rename", ("F16", 1.5)),
+    ],
+)
+def test_consolidate(capsys, folder, words, embed):
+    prefix = "model." if "rename" in words else ""
+    words = f"saved out --tied head={prefix}embed {words}"
+    code, out, _ = run(capsys, "consolidate", *words.split())
+    assert code == 0 and f"{prefix}embed" in out and "3 weights" in out
+    code, document, _ = run(capsys, "consolidate", *words.split(), "--json")
+    document = json.loads(document)
+    kinds = {weight["name"]: weight["dtype"] for weight in document["weights"]}
+    assert kinds[f"{prefix}embed"] == kinds["head"] == embed[0]
+    assert document["bytes"] == (folder / "out").stat().st_size
+    with safe_open("out", framework="flax") as file:
+        for name in (f"{prefix}embed", "head"):
+            assert np.all(np.asarray(file.get_tensor(name), np.float32) == np.float32(embed[1]))
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_long_work_shows_its_progress_in_a_terminal(folder, monkeypatch, rich):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    if not rich:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["consolidate", "saved", "out"]) == 0
+    assert ("writing out" in sys.stderr.getvalue()) == rich
+
+
 # Bad input: one line, and an exit code.
 
 
@@ -264,6 +323,12 @@ def test_tables_in_a_terminal(folder, monkeypatch, rich):
         ("memory --params 1e9 --devices 4 --optimizer Params", "unknown optimizer 'Params'"),
         ("memory --params 1e9 --devices 4 --optimizer cli_model:nothing", "unknown optimizer 'cli"),
         ("memory --params 1e9 --devices 4 --plot no/such.png", "No such file or directory"),
+        ("consolidate nothing out", "zerojax consolidate: expected one tree as a checkpoint in"),
+        ("consolidate saved out --tied a", "argument --tied: must be like lm_head.weight=embed."),
+        ("consolidate saved out --tied a=x", "a: there is no x"),
+        ("consolidate saved out --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("consolidate saved no/such/out", "No such file or directory: 'no/such/out.partial'"),
+        ("consolidate saved out --rename cli_model:gone", "cli_model has no function 'gone'"),
         ("frobnicate", "invalid choice: 'frobnicate'"),
         ("", "the following arguments are required: COMMAND"),
     ],
@@ -281,7 +346,7 @@ def test_a_missing_extra_is_one_line(capsys, folder, monkeypatch):
     assert code == 2 and err.count("\n") == 1 and 'pip install "zerojax[gpu-compile]"' in err
 
 
-@pytest.mark.parametrize("command", ["memory", "plan", "audit", "compile"])
+@pytest.mark.parametrize("command", ["memory", "plan", "audit", "compile", "consolidate"])
 def test_help_has_examples_that_parse(capsys, command, monkeypatch):
     code, out, _ = run(capsys, command, "--help")
     assert code == 0 and "Exit codes" in out

@@ -1,6 +1,7 @@
 """The command line: `zerojax`, or `python -m zerojax`."""
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
@@ -52,6 +53,14 @@ step and a tuple of its abstract arguments (jax.ShapeDtypeStructs with shardings
 
   zerojax compile my_model:step --chip h100 --hosts 8 --gpus-per-host 8
   zerojax compile my_model:step --chip b200 --json > program.json
+"""
+_CONSOLIDATE = """\
+Writes the weights of a checkpoint as one safetensors file, in float32 from the master copies where
+there are any. Needs no devices, and memory for one weight at a time.
+
+  zerojax consolidate checkpoints model.safetensors           # the latest step in a directory
+  zerojax consolidate checkpoints/1000 model.safetensors --dtype bf16
+  zerojax consolidate checkpoints model.safetensors --tied lm_head.weight=embed.weight
 """
 
 
@@ -122,6 +131,18 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--hosts", type=_positive, default=1, help="default: 1")
     sub.add_argument("--gpus-per-host", type=_positive, default=8, help="default: 8")
     sub.add_argument("--plot", metavar="FILE.png", help="draw a modelled timeline")
+
+    sub = command("consolidate", _consolidate, _CONSOLIDATE, "a checkpoint's weights as one file")
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="directory of a step, or of steps")
+    sub.add_argument("out", metavar="OUT.safetensors")
+    dtype = "of floating weights (default: fp32; saved: each one's own)"
+    sub.add_argument("--dtype", choices=[*_DTYPES, "saved"], default="fp32", help=dtype)
+    tied = "write the weights of OTHER as NAME too; may be given several times"
+    sub.add_argument(
+        "--tied", type=_pair, action="append", default=[], metavar="NAME=OTHER", help=tied
+    )
+    rename = "from a parameter's name, as layers.0.up, to that in the file"
+    sub.add_argument("--rename", metavar="module:function", help=rename)
     return parser
 
 
@@ -195,6 +216,29 @@ def _compile(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 1
+
+
+def _consolidate(args: argparse.Namespace) -> int:
+    from safetensors import safe_open
+
+    jax.config.update("jax_platforms", "cpu")
+    rename = functools.partial(_call, args.rename) if args.rename else None
+    names = zerojax.checkpoint.consolidate(
+        args.checkpoint, args.out, dtype=_DTYPES.get(args.dtype), rename=rename,
+        tied=dict(args.tied),
+    )  # fmt: skip
+    with safe_open(args.out, framework="numpy") as file:
+        views = [file.get_slice(name) for name in names]
+    rows = [
+        {"name": name, "shape": view.get_shape(), "dtype": view.get_dtype()}
+        for name, view in zip(names, views, strict=True)
+    ]
+    size = Path(args.out).stat().st_size
+    cells = [[r["name"], "x".join(map(str, r["shape"])) or "scalar", r["dtype"]] for r in rows]
+    summary = f"{len(rows)} weights, {in_bytes(size)}, in {args.out}"
+    document = json.dumps({"file": args.out, "bytes": size, "weights": rows})
+    _print(args, document, Table(["name", "shape", "dtype"], cells, [summary]))
+    return 0
 
 
 def _held(program: zerojax.CompiledProgram, memory: int) -> Table:
@@ -289,6 +333,13 @@ def _stages(text: str) -> tuple[int, ...]:
     if not {*stages} <= {"0", "1", "2", "3"}:
         raise argparse.ArgumentTypeError(f"must be some of 0,1,2,3, got {text!r}")
     return tuple(map(int, stages))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, other = text.partition("=")
+    if not name or not other:
+        raise argparse.ArgumentTypeError(f"must be like lm_head.weight=embed.weight, got {text!r}")
+    return name, other
 
 
 def _mesh(text: str) -> AbstractMesh:

@@ -1,8 +1,11 @@
-"""Tables as plain text and as HTML."""
+"""Tables as plain text and as HTML, and a bar for long work."""
 
 import dataclasses
 import html
-from collections.abc import Sequence
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,16 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
 
     return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
+
+
+def progress(items: Sequence[Any], title: str) -> Iterable[Any]:
+    """The items; with a bar of how many are done, on a terminal and with rich."""
+    if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, title, console=Console(stderr=True), transient=True)
 
 
 def in_bytes(n: float) -> str:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from zerojax._leaf_plan import LeafPlan
 from zerojax._partition import Partition
 from zerojax._specs import is_inexact, raise_all
+from zerojax._tables import progress
 
 # Names of dtypes in the format, https://github.com/huggingface/safetensors#format
 DTYPES = {
@@ -95,7 +96,8 @@ def load_safetensors(
         problems,
     )
     placed = []
-    for leaf, name in zip(part.leaves, names, strict=True):
+    pairs = list(zip(part.leaves, names, strict=True))
+    for leaf, name in progress(pairs, "placing weights"):
         with safe_open(files[name], framework="numpy") as file:
             sharding = NamedSharding(part.mesh, part.param_spec(leaf))
             placed.append(_read(file, name, leaf, part.param_shape(leaf), sharding))
@@ -138,8 +140,8 @@ def consolidate(
     Args:
       checkpoint: the directory of a step, or that of a `CheckpointManager`, for its latest one.
       out: the file to write.
-      dtype: of floating weights; `None` keeps each one's own. A weight that has a wider master
-        copy is taken from it, unless it is in this dtype itself.
+      dtype: of floating weights; a weight that is saved in another one is taken from its master
+        copy, if it has one. `None` keeps the weights as they are saved.
       rename: from a parameter's name, its keys joined by dots as in `layers.0.up`, to its name in
         the file.
       tied: further names in the file and the names there that they share the weights of, such as
@@ -201,7 +203,7 @@ def consolidate(
 def _source(saved: dict[tuple[str, ...], Any], name: tuple[str, ...], dtype: Any) -> Any:
     """Where to read a parameter: its master copy, if that has bits to add."""
     own = ("params", *name)
-    if dtype is not None and jnp.dtype(saved[own].dtype) == jnp.dtype(dtype):
+    if dtype is None or jnp.dtype(saved[own].dtype) == jnp.dtype(dtype):
         return own
     for other, array in saved.items():
         prefix = other[: -len(name) - 1]
@@ -235,7 +237,7 @@ def _write(
     partial = out.with_name(out.name + ".partial")
     with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
+        for name in progress(names, f"writing {out.name}"):
             file.write(np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8).data)
     partial.replace(out)
 
