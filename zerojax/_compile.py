@@ -172,7 +172,8 @@ def compile_for(
     def flat(*leaves: Any) -> Any:  # the other process need not know the types of the trees
         return jax.tree.leaves(jitted(*treedef.unflatten(leaves)))
 
-    exported = jax.export.export(jax.jit(flat), platforms=["cuda"])(*leaves)
+    # Arguments that are not read take memory too.
+    exported = jax.export.export(jax.jit(flat, keep_unused=True), platforms=["cuda"])(*leaves)
     hosts = len({device.process_index for device in devices})
     infos = jax.tree.leaves(traced.args_info)
     request = {

@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
         return program.call(*args)
 
     call.__name__ = request["name"]
-    jitted = jax.jit(call, donate_argnums=tuple(request["donated"]))
+    jitted = jax.jit(call, donate_argnums=tuple(request["donated"]), keep_unused=True)
     compiled = jitted.lower(*arguments).compile(compiler_options=request["xla_options"])
     memory = compiled.memory_analysis()
     sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in MEMORY}

@@ -42,7 +42,8 @@ def memory(
     * accumulators, with `accumulate > 1`: float32 or wider, whole at stages 0 and 1, then shards.
     * gathered: the largest layer of the weights that are not used where they are held, since they
       are gathered (stage 3) or cast (`compute_dtype`). All leaves that the model scans over
-      equally often (`scan_dims`) make one layer; any other leaf is one by itself.
+      equally often (`scan_dims`) make one layer, and so does each element of a list or tuple of
+      the parameters; any other leaf is one by itself.
 
     Args:
       part: the plan, on a mesh with devices or a `jax.sharding.AbstractMesh`.
@@ -182,7 +183,8 @@ def _transient(
         shape, axes = (leaf.shape, ()) if whole else (leaf.stored, leaf.shard_axes)
         return _bytes(part, shape, dtype, leaf.model_axes + axes)
 
-    for leaf, train in zip(part.leaves, part.trained(trainable), strict=True):
+    with_paths = jax.tree.leaves_with_path(part.treedef.unflatten(part.leaves))
+    for (path, leaf), train in zip(with_paths, part.trained(trainable), strict=True):
         if train:
             computed = size(leaf, wire.dtype(leaf), whole=part.stage < 2 or not by_layer)
             returned = size(leaf, jnp.dtype(grad_dtype or leaf.dtype), whole=False)
@@ -191,7 +193,7 @@ def _transient(
                 accumulators += size(leaf, widened(leaf.dtype), whole=part.stage < 2)
         if (part.stage == 3 and leaf.shard_axes) or wire.dtype(leaf) != leaf.dtype:
             scans = leaf.shape[: leaf.scan_dims]
-            layer = (scans or leaf.path) if by_layer else None
+            layer = (scans or _element(path)) if by_layer else None
             one = size(leaf, wire.dtype(leaf), whole=True) // (math.prod(scans) if by_layer else 1)
             layers[layer] = layers.get(layer, 0) + one
     return {
@@ -199,3 +201,9 @@ def _transient(
         "accumulators": accumulators,
         "gathered": max(layers.values(), default=0),
     }
+
+
+def _element(path: Sequence[Any]) -> tuple[Any, ...]:
+    """A path up to the first list or tuple on it, and the place there."""
+    lists = [i for i, key in enumerate(path) if isinstance(key, jax.tree_util.SequenceKey)]
+    return tuple(path[: lists[0] + 1] if lists else path)

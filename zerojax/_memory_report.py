@@ -2,12 +2,9 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from zerojax._tables import Table, in_bytes
 
@@ -169,7 +166,9 @@ class MemoryReport:
         """Sets the report of one stage against what the compiler says.
 
         Args:
-          compiled: the step, from `step.lower(...).compile()` or `zerojax.compile_for`.
+          compiled: the step, from `step.lower(...).compile()` or `zerojax.compile_for`. In one that
+            you `jax.jit` yourself pass `keep_unused=True`, or arguments that it does not read (the
+            placeholders in adafactor's state) are missing.
 
         Returns:
           The comparison; print it. Its `exact` says whether what is held between steps is, to the
@@ -179,10 +178,6 @@ class MemoryReport:
           ValueError: the report has several stages.
         """
         stats = compiled.memory_analysis()
-        infos = jax.tree.leaves(getattr(compiled, "args_info", ()))
-        shardings = jax.tree.leaves(
-            getattr(compiled, "input_shardings", ()), is_leaf=lambda x: x is None
-        )
         return MemoryComparison(
             self.bytes("persistent"),
             self.bytes("total") - self.bytes("persistent"),
@@ -190,11 +185,6 @@ class MemoryReport:
             stats.alias_size_in_bytes,
             stats.output_size_in_bytes,
             stats.temp_size_in_bytes,
-            sum(
-                math.prod(info.shape) * info.dtype.itemsize
-                for info, sharding in zip(infos, shardings, strict=True)
-                if info.donated and sharding is None
-            ),
         )
 
 
@@ -209,8 +199,6 @@ class MemoryComparison:
       aliased: those that its outputs overwrite: what was donated.
       outputs: of the program, aliased or not.
       temp: what it needs beside these.
-      unread: donated arguments that the program does not read (placeholders in a state) and jax
-        therefore does not pass to it; each counted whole.
     """
 
     persistent: int
@@ -219,12 +207,11 @@ class MemoryComparison:
     aliased: int
     outputs: int
     temp: int
-    unread: int
 
     @property
     def updated(self) -> int:
         """Bytes of parameters and state: what was donated; all arguments if nothing was."""
-        return (self.aliased or self.arguments) + self.unread
+        return self.aliased or self.arguments
 
     @property
     def exact(self) -> bool:
@@ -234,7 +221,7 @@ class MemoryComparison:
     def table(self) -> Table:
         """What `print` shows."""
         in_place = " in place" if self.aliased else ""
-        batch = self.arguments + self.unread - self.updated
+        batch = self.arguments - self.updated
         rows = [
             ["held between steps", f"{self.persistent:,}", f"{self.updated:,}",
              f"arguments that are updated{in_place}"],

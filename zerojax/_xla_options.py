@@ -27,8 +27,8 @@ def xla_options(chip: str, *, stage: int = 1) -> dict[str, Any]:
 
     Returns:
       Options that the installed XLA knows, by name; the others are left out. None at stage 0. For
-      `jax.jit(..., compiler_options=)`, `lowered.compile(compiler_options=)` and
-      `zerojax.compile_for(..., xla_options=)`, or as `zerojax.xla_flags` in the environment.
+      a step, `jax.jit(step, donate_argnums=(0, 1), compiler_options=options)`; for
+      `zerojax.compile_for(..., xla_options=)`; or as `zerojax.xla_flags` in the environment.
 
     Raises:
       ValueError: the chip is unknown, or the stage is not 0, 1, 2 or 3.
