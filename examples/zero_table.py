@@ -51,19 +51,18 @@ class Model:
     def shapes(self) -> dict[str, Any]:
         """The parameters in bfloat16; those of all layers are stacked, to scan over."""
         n, d, heads = self.layers, self.width, self.width // HEAD
-        shapes = {
-            "embed": (self.words, d),
-            "norm": (d,),
-            "layers": {
-                "norms": (n, 2, d),
-                "qkv": (n, d, 3, heads, HEAD),
-                "out": (n, heads, HEAD, d),
-                "up": (n, d, 4 * d),
-                "down": (n, 4 * d, d),
-            },
+
+        def weights(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+        layers = {
+            "norms": weights(n, 2, d),
+            "qkv": weights(n, d, 3, heads, HEAD),
+            "out": weights(n, heads, HEAD, d),
+            "up": weights(n, d, 4 * d),
+            "down": weights(n, 4 * d, d),
         }
-        leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-        return treedef.unflatten(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaves)
+        return {"embed": weights(self.words, d), "norm": weights(d), "layers": layers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Plan:
         return f"{self.model.name} on {self.devices:,}{tensor}"
 
 
-GPT_7B = Model("7.5 B", 7.5e9, layers=36, width=4096, words=50304)
+GPT_7B = Model("7.5 B", 7.5e9, layers=36, width=4096, words=50304)  # GPT-3's 6.7 B, and 4 layers
 GPT_175B = Model("175 B", 175e9, layers=96, width=12288, words=51200)  # GPT-3
 GPT_2M = Model("1.7 M", 1.7e6, layers=2, width=256, words=512)
 STAGES = [Plan(GPT_7B, 64, stage) for stage in range(4)]
@@ -138,7 +137,7 @@ def paper_bytes(plan: Plan) -> float:
 
 
 def measure(plan: Plan, batch: int) -> dict[str, Any]:
-    """A column: bytes on each device, modelled seconds of a step, seconds that compiling took."""
+    """A column: bytes on each device, modelled seconds of a step, seconds of the compiler."""
     devices = zerojax.topology("h100", hosts=plan.devices // 8)
     mesh = Mesh(devices.reshape(-1, plan.tensor), ("data", "model"))
     part, tx = sharded(plan, mesh)
@@ -173,34 +172,29 @@ def measure(plan: Plan, batch: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def in_gb(n: float) -> str:
-    return f"{n / 1e9:.3g}" if n else "–"
-
-
-def in_ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f}"
-
-
-ROWS = {
-    "paper": ("GB of model states: the paper", in_gb),
-    "states": ("GB of model states: zerojax.memory", in_gb),
-    "arguments": ("GB compiled: arguments", in_gb),
-    "temporary": ("GB compiled: temporary", in_gb),
-    "fits": ("fits an H100 of 80 GB", lambda fits: "yes" if fits else "no"),
-    "theory": ("GB sent in a step: theory", in_gb),
-    "sent": ("GB sent in a step: compiled", in_gb),
-    "hidden": ("of which behind matrix products", "{:.0%}".format),
-    "tensor": ("GB sent by tensor parallelism", in_gb),
-    "step": ("modelled ms of a step", in_ms),
-    "waiting": ("of which waiting for communication", in_ms),
-    "compiling": ("seconds to compile, here", "{:.0f}".format),
+ROWS = {  # of the printed tables: what, in which unit and format
+    "paper": ("GB of model states: the paper", 1e9, ".3g"),
+    "states": ("GB of model states: zerojax.memory", 1e9, ".3g"),
+    "arguments": ("GB compiled: arguments", 1e9, ".3g"),
+    "temporary": ("GB compiled: temporary", 1e9, ".3g"),
+    "fits": ("fits an H100 of 80 GB", 0, ""),
+    "theory": ("GB sent in a step: theory", 1e9, ".3g"),
+    "sent": ("GB sent in a step: compiled", 1e9, ".3g"),
+    "hidden": ("of which behind matrix products", 1, ".0%"),
+    "tensor": ("GB sent by tensor parallelism", 1e9, ".3g"),
+    "step": ("modelled ms of a step", 1e-3, ".0f"),
+    "waiting": ("of which waiting for communication", 1e-3, ".1f"),
 }
 
 
 def print_table(title: str, heads: list[str], columns: list[dict[str, Any]]) -> None:
-    """In Markdown, aligned; without rows of which no column has anything."""
-    lines = [[label, *(show(c[key]) for c in columns)] for key, (label, show) in ROWS.items()]
-    lines = [["on each device", *heads], *(line for line in lines if {*line[1:]} != {"–"})]
+    """In Markdown, aligned; without rows that are all zeros."""
+
+    def cell(value: Any, unit: float, form: str) -> str:
+        return ("no", "yes")[value] if isinstance(value, bool) else format(value / unit, form)
+
+    lines = [[label, *(cell(c[key], *how) for c in columns)] for key, (label, *how) in ROWS.items()]
+    lines = [["on each device", *heads], *(line for line in lines if {*line[1:]} != {"0"})]
     first, *others = (max(map(len, cells)) for cells in zip(*lines, strict=True))
     lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
     print(f"\n{title}\n")
@@ -234,16 +228,16 @@ def draw_picture(path: Path, title: str, heads: list[str], columns: list[dict[st
     bars = stack(left, places + 0.2, 1e9, {"arguments": "#666666", "temporary": "#c4c4c4"})
     left.bar_label(bars, [f"{peak:.3g}" for peak in values("peak", 1e9)], padding=3)
     left.axhline(80, color="k", lw=1, ls=":", label="an H100")
-    left.set(ylabel="GB on each device", title="model states, and what the compiler needs")
+    left.set(ylabel="GB on each device", title="model states (left bars), and compiled (right)")
     bars = stack(right, places, 1e-3, {"computing": "#c4c4c4", "waiting": "#c1272d"})
-    labels = [f"{c['sent'] / 1e9:.3g} GB,\n{c['hidden']:.0%} hidden" for c in columns]
+    labels = [f"{c['sent'] / 1e9:.3g} GB\n{c['hidden']:.0%} hidden" for c in columns]
     right.bar_label(bars, labels, padding=3)
-    right.set(ylabel="ms", title="a modelled step, and bytes sent")
+    right.set(ylabel="ms", title="a modelled step, and what it sends")
     for axes in (left, right):
         axes.set_xticks(places, heads)
-        axes.margins(y=0.15)
+        axes.margins(0.1, 0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        axes.legend(edgecolor="none", framealpha=1)
     figure.savefig(path, dpi=120)
 
 
@@ -270,14 +264,9 @@ def main(argv: list[str] | None = None) -> None:
     stages, scaling = ([QUICK[0]], QUICK) if args.quick else (STAGES, SCALING)
     plans, columns = list(dict.fromkeys([*stages, *scaling])), {}
     for n, plan in enumerate(plans, start=1):
-        print(
-            f"{n} of {len(plans)}: {plan}, stage {plan.stage} ...",
-            end=" ",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"compiling {n} of {len(plans)}: {plan}, stage {plan.stage}", file=sys.stderr)
         columns[plan] = measure(plan, args.batch)
-        print(f"{columns[plan]['compiling']:.0f} s", file=sys.stderr)
+        print(f"  in {columns[plan]['compiling']:.0f} s", file=sys.stderr)
 
     model, devices = stages[0].model, stages[0].devices
     tokens = f"{args.batch} x {LENGTH} tokens on each"
