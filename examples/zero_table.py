@@ -133,7 +133,7 @@ def paper_bytes(plan: Plan) -> float:
     """
     sizes = (12, 2, 2)  # stage 1 shards the first of them, stage 2 two, stage 3 all
     whole, shards = sum(sizes[plan.stage :]), sum(sizes[: plan.stage])
-    return plan.model.parameters * (whole + shards / plan.devices * plan.tensor) / plan.tensor
+    return plan.model.parameters * (whole / plan.tensor + shards / plan.devices)
 
 
 def measure(plan: Plan, batch: int) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class, add = argparse.RawDescriptionHelpFormatter, parser.add_argument
     add("--quick", action="store_true", help="a small model on 8 H100s")
-    add("--batch", type=int, default=4, help=f"sequences of {LENGTH} tokens on a data device")
+    add("--batch", type=int, default=4, help=f"sequences of {LENGTH} tokens on each device")
     add("--json", type=Path, help="a file for all numbers")
     add("--plot", type=Path, help="a file for the picture of the first table")
     args = parser.parse_args(argv)
