@@ -10,7 +10,7 @@ comma := ,
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .NOTPARALLEL:
-.PHONY: help train pipeline test test-full lint types unit format install clean
+.PHONY: help train pipeline zero-table test test-full lint types unit format install clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ train: $(VENV)/.with-examples$(GPU) ## Train the example language model
 
 pipeline: $(VENV)/.with-examples$(GPU) ## Train one in a pipeline, with tensor parallelism
 	@$(PLATFORM) $(BIN)/python examples/pipeline_3d.py $(ARGS)
+
+zero-table: $(VENV)/.with-examples$(comma)gpu-compile ## Compile the ZeRO paper's table for 64 H100s
+	@$(BIN)/python examples/zero_table.py $(ARGS)
 
 test: $(VENV)/.with-dev lint types unit ## Lint, format, types, doctests, tests
 
@@ -55,13 +58,13 @@ clean: ## Remove the environments and the caches
 	@rm -rf .venv .venv312 .pytest_cache .ruff_cache .hypothesis dist
 	@find . -path './.*' -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# Again whenever pyproject.toml changes. dev includes test, and test includes examples.
+# Again whenever pyproject.toml changes. dev includes test, and test includes the other two.
 $(VENV)/.with-%: pyproject.toml
 	$(require_python)
 	@echo 'installing zerojax[$*] into $(VENV) ...'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[$*]'
-	@touch $(addprefix $(VENV)/.with-,$* $(if $(filter dev,$*),test examples))
+	@touch $(addprefix $(VENV)/.with-,$* $(if $(filter dev,$*),test examples examples$(comma)gpu-compile))
 
 version = $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
   print("ok" if v >= (3, 11) else "is %d.%d" % v[:2])' 2>/dev/null)
