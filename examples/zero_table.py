@@ -159,13 +159,12 @@ def measure(plan: Plan, batch: int) -> dict[str, Any]:
     theory = zerojax.expected_communication(part, by_layer=by_layer).bytes()
     sent = report.bytes(axis="data")
     assert abs(sent / theory - 1) < 0.02, f"{plan}: sends {sent:,} bytes, in theory {theory:,}"
-    hidden = sum(c.total_bytes for c in report.collectives if "data" in c.axes and c.flops)
     return {
         "paper": paper, "states": states, **{name: held.bytes(name) for name in STATES},
         "arguments": program.memory.argument_size_in_bytes,
         "temporary": program.memory.temp_size_in_bytes,
         "peak": program.peak_bytes, "fits": program.fits,
-        "theory": theory, "sent": sent, "hidden": hidden / sent,
+        "theory": theory, "sent": sent, "hidden": report.hidden_bytes(axis="data") / sent,
         "tensor": report.bytes(axis="model"),
         "step": report.step_time, "computing": report.step_time - report.exposed_time,
         "waiting": report.exposed_time, "compiling": seconds,

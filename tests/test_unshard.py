@@ -94,9 +94,11 @@ def rematerialised(params, x):
 
 
 def with_another_policy(params, x):
-    both = jax.checkpoint_policies.save_from_both_policies(
-        zerojax.regather, jax.checkpoint_policies.save_only_these_names("hidden")
-    )
+    other = jax.checkpoint_policies.save_anything_except_these_names("hidden")
+
+    def both(*args, **params):
+        return zerojax.regather(*args, **params) and other(*args, **params)
+
     return scanned(params, x, jax.checkpoint(block, policy=both))
 
 

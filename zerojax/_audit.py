@@ -56,6 +56,13 @@ class CommunicationReport:
         """Bytes that a device sends, of one kind (`"all-gather"`) or over one axis if asked."""
         return sum(c.total_bytes for c in self._some(kind, axis))
 
+    def hidden_bytes(self, kind: str | None = None, axis: str | None = None) -> int:
+        """Those that are sent while a matrix product is computed.
+
+        A pair of start and done counts only if one is scheduled between them.
+        """
+        return sum(c.total_bytes for c in self._some(kind, axis) if c.flops)
+
     def _some(self, kind: str | None, axis: str | None) -> Iterable[Collective]:
         for c in self.collectives:
             if kind in (None, c.kind) and (axis is None or axis in c.axes):
@@ -63,13 +70,8 @@ class CommunicationReport:
 
     @property
     def overlap(self) -> float:
-        """The share of the bytes that are sent while a matrix product is computed.
-
-        A pair of start and done counts only if one is scheduled between them. 1 if nothing is sent.
-        """
-        total = self.bytes()
-        hidden = sum(c.total_bytes for c in self.collectives if c.flops)
-        return hidden / total if total else 1.0
+        """The share of the bytes that `hidden_bytes` counts; 1 if nothing is sent."""
+        return self.hidden_bytes() / self.bytes() if self.bytes() else 1.0
 
     def timeline(self, chip: str = "h100") -> Timeline:
         """A modelled run, with one stream that computes and one that communicates.

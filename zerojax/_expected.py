@@ -79,23 +79,24 @@ class ExpectedCommunication:
 
         Over data axes everything counts that is as large as the smallest parameter, in number of
         elements: less has the loss, or a norm. A size that the theory has for this kind may be
-        sent up to the theory's bytes of this kind. Over model axes alone, where activations of
-        any size may travel, it is an array, not all-reduced, that is as large as a whole
-        parameter which the model shards there.
+        sent up to the theory's bytes of this kind, and so may arrays of one dim: XLA joins several
+        into one. Over model axes alone, where activations of any size may travel, it is an array,
+        not all-reduced, that is as large as a whole parameter which the model shards there.
         """
         ignored, data = frozenset(ignore), frozenset(self.data_axes)
         problems: list[str] = []
-        known: dict[str, list[Collective]] = {}
+        senders: dict[str, list[Collective]] = {}
         sent: dict[str, float] = {}
         for c in collectives:
             axes = frozenset(c.axes) - ignored
             sizes = {n for m in self.messages if m.kind == c.kind for n in m.sizes}
             if axes & data:
                 large = [a for a in c.arrays if a.elements >= self.smallest]
-                strange = [a for a in large if a.elements not in sizes]
-                ours = sum(a.bytes for a in large if a.elements in sizes)
+                known = [a for a in large if a.elements in sizes or (sizes and len(a.shape) == 1)]
+                strange = [a for a in large if a not in known]
+                ours = sum(a.bytes for a in known)
                 if ours:
-                    known.setdefault(c.kind, []).append(c)
+                    senders.setdefault(c.kind, []).append(c)
                     bytes_ = c.trips * wire_bytes(c.kind, ours, c.group_size)
                     sent[c.kind] = sent.get(c.kind, 0) + bytes_
                 why = "" if sizes else f" ({c.kind} is not in the theory)"
@@ -114,7 +115,7 @@ class ExpectedCommunication:
                 )
                 problems += [
                     f"    {c.name}: {' '.join(map(str, c.arrays))} over {c.axes}, {c.trips}x"
-                    for c in known[kind]
+                    for c in senders[kind]
                 ]
         return problems
 

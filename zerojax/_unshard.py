@@ -23,10 +23,11 @@ def unshard(params: Any) -> Any:
     The identity on plain arrays, so that the same model runs on one device. Inside a loss that
     `value_and_grad` differentiates, and on `part.shards(params)`, weights are gathered here at
     stage 3, and at every stage their gradients are reduced here, in the backward pass. Call it in
-    the body of the scan over layers, and put `jax.checkpoint(body, policy=zerojax.regather)` around
-    that body at stage 3: otherwise the gathered weights of all layers are kept for the backward
-    pass. (In a loop that is differentiated as a whole, such as a pipeline's over its ticks, JAX
-    gathers the weights of its layers once, before the loop.)
+    the body of the scan over layers, and put `jax.checkpoint(body)` around that body at stage 3, or
+    `jax.checkpoint(body, policy=zerojax.regather)`, which keeps activations: otherwise the gathered
+    weights of all layers are kept for the backward pass. (In a loop that is differentiated as a
+    whole, such as a pipeline's over its ticks, JAX gathers the weights of its layers once, before
+    the loop.)
 
     Args:
       params: a parameter, or a tree of them, as the loss received them or sliced along leading
@@ -67,8 +68,10 @@ def regather(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: keep everything for the backward pass but gathered weights.
 
     What only casts, slices or reshapes another value is not kept either, since of a gathered weight
-    that would keep the weight. Combine it with another policy through
-    `jax.checkpoint_policies.save_from_both_policies`.
+    that would keep the weight. All activations are kept, as without `jax.checkpoint`. Where these
+    do not fit, take `jax.checkpoint` without a policy, which keeps the inputs of a layer, or with
+    one that says what to keep, such as `dots_saveable`: they keep no gathered weight either. One
+    that says what not to keep goes together with this one where *both* would keep something.
 
     References:
       Rajbhandari et al., "ZeRO", 2020, section 7.2.2 (parameters gathered again for the backward
