@@ -116,8 +116,9 @@ class Partition:
     def place(self, params: Any) -> Any:
         """Moves host or device arrays to where the parameters live, leaf by leaf.
 
-        Host arrays go to each device slice by slice; of several processes each gives the same. The result never shares a buffer with the
-        argument, so that a step which donates it leaves the caller's arrays alone.
+        Host arrays go to each device slice by slice; of several processes each gives the same. The
+        result never shares a buffer with the argument, so that a step which donates it leaves the
+        caller's arrays alone.
 
         Args:
           params: tree of numpy or jax arrays, in the shapes that `partition` saw.
