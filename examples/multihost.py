@@ -42,14 +42,12 @@ import zerojax
 
 
 def init_params(key: jax.Array) -> dict[str, jax.Array]:
-    keys = jax.random.split(key)
-    up, down = jax.random.normal(keys[0], (64, 256)) / 8, jax.random.normal(keys[1], (256, 10)) / 16
-    return {"up": up, "up_bias": jnp.zeros(256), "down": down, "down_bias": jnp.zeros(10)}
+    up = jax.random.normal(key, (64, 256)) / 8
+    return {"up": up, "down": jnp.zeros((256, 10)), "bias": jnp.zeros(10)}
 
 
 def logits_of(params: Any, images: jax.Array) -> jax.Array:
-    hidden = jax.nn.gelu(images @ params["up"] + params["up_bias"])
-    return hidden @ params["down"] + params["down_bias"]
+    return jax.nn.gelu(images @ params["up"]) @ params["down"] + params["bias"]
 
 
 def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -116,6 +114,7 @@ def launch(args: argparse.Namespace) -> None:
     finally:
         for worker in workers:  # they would wait for one that is gone
             worker.kill()
+            worker.wait()
     if any(codes):
         sys.exit(f"a process failed, and all were ended; exit codes: {codes}")
 
