@@ -119,8 +119,8 @@ def calls(directory):
     rank, mesh = jax.process_index(), jax.make_mesh((8,), ("data",))
     shapes = {"w": np.ones((13, 5), np.float32), "b": np.ones(16, np.float32)}
     part = zerojax.partition(shapes, mesh, stage=3)
-    host = {"w": np.arange(65, dtype=np.float32).reshape(13, 5), "b": np.full(16, np.nan)}
-    host["b"] = host["b"].astype(np.float32)
+    w, nan = np.arange(65, dtype=np.float32).reshape(13, 5), np.full(16, np.nan, np.float32)
+    host = {"w": w, "b": nan}
     x = np.linspace(0, 1, 16 * 13, dtype=np.float32).reshape(16, 13)
 
     def mean(params, x):
@@ -132,7 +132,7 @@ def calls(directory):
     for params in (placed, part.place(local), part.place(part.gather(placed))):
         assert_same(part.gather(params), host)
     with pytest.raises(ValueError, match=r"not the same in every process.*\n  \['w'\]$"):
-        part.place(host | {"w": host["w"] + rank})
+        part.place(host | {"w": w + rank})
 
     # Made from a key, and with a state whose counters are outside of zero.
     tx = zerojax.dynamic_loss_scale(zerojax.zero(optax.adam(0.1), part), initial=2.0)

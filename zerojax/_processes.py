@@ -17,7 +17,7 @@ def to_global(x: Any, sharding: NamedSharding) -> jax.Array:
     """A global array from one, or from a value that each process holds for itself.
 
     For the latter `jax.device_put` would send the values of all processes to every device, to
-    compare them, and refuses a committed one.
+    compare them (in which nan differs from nan), and refuses committed arrays.
     """
     if not is_local(x, sharding.mesh):
         return jax.device_put(x, sharding)
@@ -47,7 +47,7 @@ def check_equal(tree: Any, mesh: Mesh | AbstractMesh) -> None:
 def check_global(args: Any, mesh: Mesh | AbstractMesh) -> None:
     """Raises if an array in the arguments of a jitted step is held by each process for itself.
 
-    `jax.jit` would take it for the whole array, and drop what belongs to the other's devices.
+    `jax.jit` would take it for the whole array, and drop what belongs to the others' devices.
     """
     raise_all(
         "in several processes arrays must be global: jax.jit takes from what a process holds for "
