@@ -28,6 +28,7 @@ FLOORS = {
     "_partition": 0,
     "_planner": 0,
     "_contexts": 0,
+    "_processes": 0,
     "_shard": 0,
     "_batch": 1,
     "_loss": 1,

@@ -13,6 +13,7 @@ from zerojax._batch import plan_batch
 from zerojax._contexts import as_typed, constrain, run_globally
 from zerojax._gradients import value_and_grad
 from zerojax._partition import Partition
+from zerojax._processes import to_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +158,6 @@ def _likely_cause(report: CheckReport, part: Partition, args: Any, options: Any)
 
 def _norm(a: Any, b: Any = 0.0) -> float:
     """The norm of a difference, in float64 on the host; `a` may be padded."""
-    a, b = (np.asarray(x).astype(np.complex128) for x in (a, b))
+    a, b = (to_host(x).astype(np.complex128) for x in (a, b))
     a = a[tuple(map(slice, b.shape))] if b.ndim else a
     return float(np.linalg.norm((a - b).ravel()))

@@ -18,6 +18,7 @@ from jax.sharding import (
 )
 from jax.sharding import PartitionSpec as P
 
+from zerojax._processes import check_equal, to_global
 from zerojax._specs import axes_of_type, restrict
 
 
@@ -100,6 +101,7 @@ def run_globally(
         shardings = tuple(NamedSharding(mesh, restrict(spec, explicit)) for spec in specs)
         fn = _enter_auto(fn, mesh, tuple(sorted(explicit)), shardings, treedef)
     if is_eager(args):
+        check_equal(args, mesh)
         args = jax.tree.map(lambda x: _on_mesh(x, mesh), args)
         fn = jax.jit(fn, static_argnames=tuple(static))
     return fn(*args, **static)
@@ -153,4 +155,4 @@ def _on_mesh(x: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Replicates an array over the mesh unless it lives on one already."""
     if isinstance(getattr(x, "sharding", None), NamedSharding):
         return x
-    return jax.device_put(x, NamedSharding(mesh, P()))
+    return to_global(x, NamedSharding(mesh, P()))

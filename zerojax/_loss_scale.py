@@ -53,7 +53,8 @@ def dynamic_loss_scale(
     A scale that would fall below `floor` becomes nan instead, and no further step is taken. The
     next call of the training step, or of an eager `update`, that finds this result computed raises
     FloatingPointError. None waits for it, and the compiled program holds no callback: one that
-    raises on a device leaves the others waiting in their collectives.
+    raises on a device leaves the others waiting in their collectives. Of several processes one may
+    raise a call before the others, and ends the job as any error in one process does.
 
     Args:
       inner: the transformation whose steps are skipped.

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._boxes import pure
 from zerojax._contexts import run_globally, to_natural
 from zerojax._leaf_plan import LeafPlan
+from zerojax._processes import check_equal, to_global
 from zerojax._shard import Shard
 from zerojax._specs import (
     Axes,
@@ -116,8 +117,9 @@ class Partition:
     def place(self, params: Any) -> Any:
         """Moves host or device arrays to where the parameters live, leaf by leaf.
 
-        Host arrays go to each device slice by slice. The result never shares a buffer with the
-        argument, so that a step which donates it leaves the caller's arrays alone.
+        Host arrays go to each device slice by slice; of several processes each gives the same. The
+        result never shares a buffer with the argument, so that a step which donates it leaves the
+        caller's arrays alone.
 
         Args:
           params: tree of numpy or jax arrays, in the shapes that `partition` saw.
@@ -126,10 +128,12 @@ class Partition:
           The same tree as jax arrays in `param_specs`, at stage 3 padded to their stored shapes.
 
         Raises:
-          ValueError: the tree, a shape or a dtype differs from the plan.
+          ValueError: the tree, a shape or a dtype differs from the plan, or a value between
+            processes.
         """
         _check_devices(self.mesh, "place")
         flat = check_tree(self, params, "place", natural=True)
+        check_equal(params, self.mesh)
         placed = []
         for leaf, value in zip(self.leaves, flat, strict=True):
             sharding = NamedSharding(self.mesh, self.param_spec(leaf))
@@ -278,7 +282,7 @@ def put(value: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Arra
     # Even with may_alias=False device_put shares the buffer of a device that holds the same block
     # already and, on CPU, numpy's memory; a step that donates the one would take both.
     copy = jax.jit(jnp.copy, out_shardings=sharding)
-    return jax.block_until_ready(copy(jax.device_put(value, sharding)))
+    return jax.block_until_ready(copy(to_global(value, sharding)))
 
 
 def _natural(params: Any, *, part: Partition) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 from jax import numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax._boxes import pure
@@ -16,6 +17,7 @@ from zerojax._gradients import GradientFunction
 from zerojax._loss_scale import check_floor, find_loss_scale
 from zerojax._master import round_wider
 from zerojax._partition import Partition, check_tree
+from zerojax._processes import check_global
 from zerojax._zero import abstract_state
 
 
@@ -78,11 +80,14 @@ class TrainStep:
 
     Attributes:
       jitted: the step as `jax.jit` made it.
+      mesh: the mesh of the partition.
     """
 
     jitted: Any
+    mesh: Mesh | AbstractMesh
 
     def __call__(self, params: Any, opt_state: Any, *args: Any) -> Any:
+        check_global(args, self.mesh)
         check_floor(opt_state)
         return self.jitted(params, opt_state, *args)
 
@@ -114,7 +119,7 @@ def train_step(
 
     Raises:
       ValueError: `grad_fn` was made for another partition; or, when called, `opt_state` holds more
-        than one loss scale.
+        than one loss scale, or in several processes an array of the batch is not global.
       TypeError: when called: `opt_state` holds a loss scale, and `grad_fn` cannot scale its loss.
       FloatingPointError: when called: the loss scale reached its floor in an earlier step.
 
@@ -190,7 +195,8 @@ def train_step(
         return params, opt_state, metrics | ({} if aux is None else {"aux": aux})
 
     # All that is held is passed, or `MemoryReport.compare` would miss what the step does not read.
-    return TrainStep(jax.jit(step, donate_argnums=(0, 1), keep_unused=True))
+    jitted = jax.jit(step, donate_argnums=(0, 1), keep_unused=True)
+    return TrainStep(jitted, part.mesh)
 
 
 def _state_specs(tx: optax.GradientTransformation, part: Partition) -> Any:

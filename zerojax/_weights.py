@@ -135,7 +135,8 @@ def consolidate(
     """Writes the weights of a checkpoint as one safetensors file, leaf by leaf.
 
     Needs no devices but the host, whose memory holds about one leaf at a time. The file appears
-    when it is complete.
+    when it is complete. Of several processes let one call it: it waits for no other, and each that
+    calls it writes the whole file.
 
     Args:
       checkpoint: the directory of a step, or that of a `CheckpointManager`, for its latest one.
@@ -185,18 +186,19 @@ def consolidate(
     raise_all(f"consolidate: {directory} cannot be written to {out}", problems)
 
     leaves, treedef = jax.tree.flatten(ocp.StandardCheckpointHandler().metadata(directory).tree)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler()  # a Checkpointer would wait for all processes
 
-        def read(name: str) -> np.ndarray:
-            wanted = saved[sources[name]].name
-            item = [x if x.name == wanted else ocp.PLACEHOLDER for x in leaves]
-            as_numpy = treedef.unflatten([ocp.RestoreArgs(restore_type=np.ndarray)] * len(leaves))
-            args = ocp.args.PyTreeRestore(treedef.unflatten(item), restore_args=as_numpy)
-            restored = jax.tree.leaves(checkpointer.restore(directory, args=args))
-            (value,) = (x for x in restored if x is not ocp.PLACEHOLDER)
-            return value.astype(entries[name][1], copy=False)
+    def read(name: str) -> np.ndarray:
+        wanted = saved[sources[name]].name
+        item = [x if x.name == wanted else ocp.PLACEHOLDER for x in leaves]
+        as_numpy = treedef.unflatten([ocp.RestoreArgs(restore_type=np.ndarray)] * len(leaves))
+        args = ocp.args.PyTreeRestore(treedef.unflatten(item), restore_args=as_numpy)
+        restored = jax.tree.leaves(handler.restore(directory, args=args))
+        (value,) = (x for x in restored if x is not ocp.PLACEHOLDER)
+        return value.astype(entries[name][1], copy=False)
 
-        _write(Path(out), entries, read)
+    _write(Path(out), entries, read)
+    handler.close()
     return list(entries)
 
 
@@ -234,7 +236,7 @@ def _write(
         }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = out.with_name(out.name + ".partial")
+    partial = out.with_name(f"{out.name}.{jax.process_index()}.partial")
     with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in progress(names, f"writing {out.name}"):

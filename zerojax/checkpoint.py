@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax._contexts import run_globally
 from zerojax._contexts import to_natural as _to_natural
 from zerojax._partition import Partition, dtype_of, put
+from zerojax._processes import check_equal, is_local, to_global
 from zerojax._sharding_types import state_specs, typed
 from zerojax._specs import axes_size, from_spec, raise_all, to_spec
 from zerojax._weights import consolidate, item_directory, load_safetensors, saved_arrays
@@ -95,7 +96,7 @@ def to_natural(
 
     Returns:
       `{"params": ..., "opt_state": ...}` in natural shapes, sharded as `restore_target` says. What
-      is not padded is the very same array.
+      is not padded is the very same array, if it is a global one.
 
     Raises:
       ValueError: leaves are missing or unknown, or have another shape or dtype.
@@ -109,13 +110,17 @@ def to_natural(
     ((16, 3), (13, 3))
     """
     leaves, treedef = _layout(tx, part)
-    expected = {leaf.name: leaf.stored for leaf in leaves}
+    held = {"params": params, "opt_state": opt_state}
     values = _match(
-        expected,
-        _by_name({"params": params, "opt_state": opt_state}),
+        {leaf.name: leaf.stored for leaf in leaves},
+        _by_name(held),
         "checkpoint: these are not the parameters and the state of this tx and part, as a training "
         "step holds them",
     )
+    check_equal(held, part.mesh)
+    for leaf in leaves:  # a new state's counters, outside of zero
+        if is_local(values[leaf.name], part.mesh):
+            values[leaf.name] = to_global(values[leaf.name], leaf.stored.sharding)
     padded = [leaf for leaf in leaves if leaf.padded]
     cut = iter(
         run_globally(
@@ -138,7 +143,8 @@ def from_natural(
     """Parameters and optimizer state for a training step; undoes `to_natural`.
 
     Args:
-      natural: `{"params": ..., "opt_state": ...}` of host or device arrays in natural shapes.
+      natural: `{"params": ..., "opt_state": ...}` of host or device arrays in natural shapes, host
+        arrays the same in every process.
         Leaves are found by name, so what orbax restores without a target will do.
       tx: a transformation that makes state of this tree.
       part: the partition that `zero` was given; its mesh, stage and specs need not be those of
@@ -149,7 +155,8 @@ def from_natural(
       buffer with `natural`.
 
     Raises:
-      ValueError: leaves are missing or unknown, or have another shape or dtype.
+      ValueError: leaves are missing or unknown, have another shape or dtype, or differ between
+        processes.
 
     >>> import optax
     >>> params = {"w": jnp.ones((13, 3))}
@@ -167,6 +174,7 @@ def from_natural(
         {name: x for name, x in _by_name(natural).items() if np.size(x)},
         "checkpoint: this is not the natural state of this tx and part",
     )
+    check_equal(natural, part.mesh)
     placed = [
         put(values[leaf.name], leaf.stored.shape, leaf.stored.sharding)
         if leaf.natural.size
