@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 from zerojax import _unshard
-from zerojax._contexts import constrain, run_globally
+from zerojax._contexts import constrain, manual_axes, run_globally
 from zerojax._partition import Partition
 from zerojax._train import init
 from zerojax._zero import abstract_state
@@ -93,8 +93,8 @@ def unshard(module: type[Module], methods: Iterable[str] | None = None) -> type[
     arrays, it changes nothing. For the layers' dim tell `zerojax.partition` about the scan:
     `scan_dims={name: int(name == "layers") for name in params}`.
 
-    Boxes are taken off, since what is gathered is where they say. (flax would constrain it, and on
-    Explicit model axes JAX refuses that inside of `zerojax.value_and_grad`.)
+    Inside `zerojax.value_and_grad` boxes are taken off: what is gathered is where they say, and
+    flax would constrain it once more, which JAX refuses there on Explicit model axes.
 
     Args:
       module: a class of modules.
@@ -129,8 +129,11 @@ def unshard(module: type[Module], methods: Iterable[str] | None = None) -> type[
     """
 
     def whole(collections: Any) -> Any:
-        bare = jax.tree.map(lambda x: x.value if _is_box(x) else x, collections, is_leaf=_is_box)
-        return _unshard.unshard(bare)
+        if manual_axes():
+            collections = jax.tree.map(
+                lambda x: x.value if _is_box(x) else x, collections, is_leaf=_is_box
+            )
+        return _unshard.unshard(collections)
 
     # Mutable, or `init` could make no parameters.
     lifted = nn.map_variables(module, "params", whole, mutable=True, methods=methods)
