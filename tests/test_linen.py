@@ -1,7 +1,6 @@
 """flax.linen: `TrainState`s that stay in their shards, boxed or bare, and modules by layer."""
 
 import collections
-import contextlib
 import functools
 
 import chex
