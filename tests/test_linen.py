@@ -340,7 +340,7 @@ def test_masters_and_a_loss_scale():
     assert state.params["kernel"].dtype == jnp.float16
     assert state.params["kernel"].shape == (16, 13)  # padded
     master = state.opt_state.inner.master["kernel"][:13]
-    np.testing.assert_allclose(master, params["kernel"], rtol=1e-6)
+    np.testing.assert_allclose(master, params["kernel"], rtol=1e-5)  # not rounded to 16 bits
     state, losses, compiled = train(step, state, x, y)
     assert compiled == 1
 
