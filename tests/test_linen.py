@@ -308,6 +308,39 @@ def test_a_subclass_with_statistics_and_a_key():
         assert x.sharding.is_fully_replicated and len(x.sharding.device_set) == 8
 
 
+class Averaged(TrainState):
+    average: dict
+    seen: dict
+
+    @classmethod
+    def create(cls, *, params, **fields):
+        return super().create(params=params, average=jax.tree.map(jnp.copy, params), **fields)
+
+
+class Seeing(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.variable("seen", "x", lambda: x)
+        return nn.Dense(13)(x)
+
+
+@pytest.mark.parametrize(
+    "stage, axis_type", [(1, AxisType.Auto), (3, AxisType.Auto), (3, AxisType.Explicit)]
+)
+def test_an_average_of_the_parameters_lives_where_they_do_and_the_rest_is_whole(stage, axis_type):
+    model, mesh, x = Seeing(), make_mesh("mesh8", axis_type), np.float32(X[:, :13])
+    shapes = jax.eval_shape(model.init, KEY, x)["params"]
+    part = zerojax.partition(shapes, mesh, stage=stage)
+    tx = zerojax.zero(optax.adam(0.1), part)
+    state = linen.create_train_state(model, tx, part, Averaged)(KEY, on(mesh, x))
+    for params in (state.params, state.average):
+        for leaf, p in zip(part.leaves, jax.tree.leaves(params), strict=True):
+            want = NamedSharding(mesh, part.param_spec(leaf))
+            assert p.sharding.is_equivalent_to(want, p.ndim), leaf.path
+    chex.assert_trees_all_equal(state.params, state.average)
+    assert np.array_equal(state.seen["x"], x) and state.seen["x"].sharding.is_fully_replicated
+
+
 def test_the_whole_state_is_never_on_a_device():
     model = nn.Dense(512)
     shapes = jax.eval_shape(model.init, KEY, X[:, :8].repeat(32, 1))["params"]

@@ -43,10 +43,12 @@ def create_train_state(
         `jax.eval_shape(model.init, key, inputs)["params"]`.
       state_class: `TrainState` or a subclass. Its `create` is also given, by their names, the
         collections that `model.init` makes beside "params", such as `batch_stats`.
-      **fields: further fields of the class. They and the collections are replicated.
+      **fields: further fields of the class.
 
     Returns:
       `(*args, **kwargs) -> state` for the arguments of `model.init`; only `args` may be arrays.
+      What else has the tree of the parameters, such as an average of them, lives where they do; the
+      rest is replicated.
 
     Raises:
       ValueError: when called, if the model has other parameters than `part` was made for.
@@ -75,11 +77,17 @@ def create_train_state(
         def run(*args: Any) -> State:
             return jax.tree.map(lambda spec, x: constrain(part.mesh, x, spec), specs, create(*args))
 
-        specs = jax.tree.map(lambda _: P(), jax.eval_shape(create, *args)).replace(
-            params=part.param_specs,
-            opt_state=jax.tree.map(lambda x: x.sharding.spec, abstract_state(tx, part)),
+        specs = jax.tree.map(
+            lambda x: part.param_specs if like_params(x) else P(),
+            jax.eval_shape(create, *args),
+            is_leaf=like_params,
         )
+        opt_specs = jax.tree.map(lambda x: x.sharding.spec, abstract_state(tx, part))
+        specs = specs.replace(opt_state=opt_specs)
         return run_globally(run, part.mesh, *args, out_specs=specs)
+
+    def like_params(x: Any) -> bool:
+        return jax.tree.structure(x) == part.treedef
 
     return call
 
