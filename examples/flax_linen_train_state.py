@@ -90,8 +90,8 @@ def train(args: argparse.Namespace, manager: Any) -> list[float]:
 
     if args.resume:
         params, opt_state = zerojax.checkpoint.restore(manager, None, tx, part)
-        step = jax.device_put(np.int32(manager.latest_step()), NamedSharding(part.mesh, P()))
-        state = TrainState(step, model.apply, params, tx, opt_state)
+        start = jax.device_put(np.int32(manager.latest_step()), NamedSharding(part.mesh, P()))
+        state = TrainState(start, model.apply, params, tx, opt_state)
     else:
         state = create(jax.random.key(0), images[:1])
     train_step, losses = jax.jit(step_fn, donate_argnums=0), []

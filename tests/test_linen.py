@@ -342,15 +342,15 @@ def test_an_average_of_the_parameters_lives_where_they_do_and_the_rest_is_whole(
 
 
 def test_the_whole_state_is_never_on_a_device():
-    model = nn.Dense(512)
-    shapes = jax.eval_shape(model.init, KEY, X[:, :8].repeat(32, 1))["params"]
+    model, x = nn.Sequential([nn.Dense(256) for _ in range(4)]), jnp.ones((1, 256))
+    shapes = jax.eval_shape(model.init, KEY, x)["params"]
     part = zerojax.partition(shapes, make_mesh("mesh8"), stage=3)
     tx = zerojax.zero(optax.adam(0.1), part)
     create = jax.jit(linen.create_train_state(model, tx, part))
-    memory = create.lower(KEY, jnp.ones((1, 256))).compile().memory_analysis()
+    memory = create.lower(KEY, x).compile().memory_analysis()
     size = sum(4 * x.size for x in jax.tree.leaves(shapes))
     assert memory.output_size_in_bytes <= 3 * size / 8 + 1024
-    assert memory.temp_size_in_bytes <= size  # the random bits of a leaf
+    assert memory.temp_size_in_bytes <= 2 * size / 8  # random bits: a shard of each leaf, or less
 
 
 def test_masters_and_a_loss_scale():
