@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = {path.stem: path for path in sorted((ROOT / "zerojax").glob("*.py"))}
+PACKAGE = ROOT / "zerojax"
+PATHS = [*sorted(PACKAGE.glob("*.py")), *sorted(PACKAGE.glob("integrations/*.py"))]
+FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PATHS}
 
 FLOORS = {
     "_hlo": 0,
@@ -55,6 +57,9 @@ FLOORS = {
     "_weights": 3,
     "_train": 4,
     "checkpoint": 4,
+    "integrations.__init__": 4,
+    "integrations.linen": 4,
+    "integrations.nnx": 4,
     "__init__": 5,
     "__main__": 5,
 }
@@ -81,8 +86,9 @@ def imported_names(node: ast.AST) -> Iterator[str]:
 def own_imports(tree: ast.AST) -> set[str]:
     """The modules of zerojax that a tree imports, anywhere; the package itself is `__init__`."""
     names = {name for node in ast.walk(tree) for name in imported_names(node)}
-    parts = [name.split(".") for name in names if name.split(".")[0] == "zerojax"]
-    return {part[1] if part[1:] and part[1] in FILES else "__init__" for part in parts}
+    paths = [name.split(".")[1:] for name in names if name.split(".")[0] == "zerojax"]
+    prefixes = [(".".join(path[:2]), ".".join(path[:1]), "__init__") for path in paths]
+    return {next(name for name in names if name in FILES) for names in prefixes}
 
 
 def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
@@ -108,7 +114,8 @@ def test_imports_have_no_cycles() -> None:
 @each_file
 def test_only_jax_numpy_and_optax_at_import(name: str) -> None:
     names = {n for node in outside_functions(parse(name)) for n in imported_names(node)}
-    optional = {n for n in names if n.split(".")[0] not in TOP_LEVEL}
+    allowed = TOP_LEVEL | ({"flax"} if name.startswith("integrations.") else set())
+    optional = {n for n in names if n.split(".")[0] not in allowed}
     assert not optional, f"{name}: import {sorted(optional)} in the functions that need it"
 
 
