@@ -76,6 +76,15 @@ def test_what_is_declared_comes_before_where_an_array_is():
     assert [leaf.model_spec for leaf in part.leaves] == [P(None, None), P("data", None)]
 
 
+def test_a_bare_leaf_among_boxes_is_replicated():
+    known = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(EIGHT, P("data")))
+    for box in (nn.Partitioned(KERNEL, (None, "model")), variable((None, "model"))):
+        part = zerojax.partition({"a": box, "b": KERNEL}, MESH)
+        assert part.model_specs["b"] == P(None, None)
+        boxed = {"a": nn.Partitioned(known, (None,)), "b": known}
+        assert zerojax.partition(boxed, EIGHT).model_specs["b"] == P("data", None)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_variables_and_arrays_are_one_tree(stage: int):
     """`nnx.Optimizer` calls init with variables and update with the arrays in them."""

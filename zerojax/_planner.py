@@ -53,7 +53,8 @@ def partition(
       mesh: the mesh; axes that are neither sharded nor replicated over are *model* axes.
       specs: the model PartitionSpecs (tensor, pipeline, expert axes), a tree or a prefix of one;
         `None` reads what flax's boxes (by `flax.linen.logical_axis_rules`, if they are logical)
-        and variables declare, else the `NamedSharding`s of the arrays.
+        and variables declare, else the `NamedSharding`s of the arrays; where some leaves declare
+        theirs, one that says nothing is replicated, as flax has it.
       shard_axes: data axes to sum gradients and shard state over. A leaf is neither summed nor
         sharded over an axis that its own spec uses (an expert-parallel weight). Of several name
         the fastest one last: gradients are scattered over it first and parameters gathered last.
@@ -171,10 +172,11 @@ def _infer_specs(
         _known_spec(value, model_axes) if spec is None else spec
         for spec, value in zip(declared, values, strict=True)
     ]
+    silent = model_axes and all(spec is None for spec in declared)  # flax: bare is replicated
     unknown = [
         f"  {path}: {type(value).__name__} without a NamedSharding on this mesh"
         for path, value, spec in zip(paths, values, specs, strict=True)
-        if spec is None and model_axes
+        if spec is None and silent
     ]
     raise_all(
         f"partition: the mesh has model axes {sorted(model_axes)}, and these leaves do not say how "
