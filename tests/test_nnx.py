@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax import numpy as jnp
@@ -94,7 +95,7 @@ def run(name, model, optimizer):
     """The losses of some steps, and parameters and state behind them."""
     step = make_step(name)
     losses = [step(model, optimizer, targets) for targets in TARGETS]
-    return losses, *nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
+    return losses, *arrays_of(model, optimizer)
 
 
 def plainly(tx):
@@ -104,13 +105,13 @@ def plainly(tx):
 
 def assert_sharded(plain, state):
     """Each leaf takes an eighth, along the dim that wastes least; too small ones are whole."""
-    for plain, x in zip(*map(jax.tree.leaves, (plain, state)), strict=True):
-        elements = plain.size
+    for natural, x in zip(*map(jax.tree.leaves, (plain, state)), strict=True):
+        elements = natural.size
         if elements >= DEVICES:
-            elements = min(-(-n // DEVICES) * (elements // n) for n in plain.shape)
+            elements = min(-(-n // DEVICES) * (elements // n) for n in natural.shape)
         held = {shard.data.size for shard in x.addressable_shards}
         assert held == {elements}, (x.shape, x.sharding)
-        if plain.shape in [leaf.shape for leaf in LEAVES.values()]:
+        if natural.shape in [leaf.shape for leaf in LEAVES.values()]:
             where = jax.NamedSharding(x.sharding.mesh, P("data"))
             assert x.sharding.is_equivalent_to(where, x.ndim), (x.shape, x.sharding)
 
@@ -235,11 +236,11 @@ def train_plainly(name):
         return loss
 
     losses = [step(model, optimizer) for _ in range(STEPS)]
-    return losses, *nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
+    return losses, *arrays_of(model, optimizer)
 
 
-def train(model, optimizer, part, gradients, x, y):
-    """One step; with `nnx.value_and_grad`, with that of zerojax, or at stage 3 by constraints."""
+def train(model, optimizer, x, y, part, gradients):
+    """One step; its gradients come from nnx, from zerojax, or at stage 3 by constraints."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss_fn(params, rest, x, y):
@@ -251,13 +252,25 @@ def train(model, optimizer, part, gradients, x, y):
         loss, grads = grad_fn(params, rest, x, y)
         assert "by layer" in repr(grad_fn)
     elif part.stage == 3:
-        loss, grads = jax.value_and_grad(lambda p, *args: loss_fn(part.shards(p), *args))(
-            params, rest, x, y
-        )
+        by_constraints = jax.value_and_grad(lambda params: loss_fn(part.shards(params), rest, x, y))
+        loss, grads = by_constraints(params)
     else:
         loss, grads = nnx.value_and_grad(mean_error)(model, x, y)
-    optimizer.update(*([] if isinstance(optimizer, nnx.ModelAndOptimizer) else [model]), grads)
+    if isinstance(optimizer, nnx.ModelAndOptimizer):
+        optimizer.update(grads)
+    else:
+        optimizer.update(model, grads)
     return loss
+
+
+def arrays_of(model, optimizer):
+    return nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
+
+
+def assert_at(wanted, arrays):
+    for want, x in zip(*map(jax.tree.leaves, (wanted, arrays)), strict=True):
+        assert x.shape == want.shape
+        assert x.sharding.is_equivalent_to(want.sharding, x.ndim), (x.shape, x.sharding)
 
 
 @pytest.mark.parametrize(
@@ -267,18 +280,17 @@ def train(model, optimizer, part, gradients, x, y):
         stage=[3, 1, 2],
         gradients=["nnx", "zerojax"],
         start=["create", "eager", "nnx.jit"],
-        optimizer=list(MODEL_TX),
+        name=list(MODEL_TX),
     )
 )
-def test_training_equals_plain_nnx(x64, layout, axis_type, stage, gradients, start, optimizer):
+def test_training_equals_plain_nnx(x64, layout, axis_type, stage, gradients, start, name):
     mesh, declared = make_mesh(layout.split()[0], axis_type), "declared" in layout
-    name = optimizer
 
     def make_model():
         return Model(declared, nnx.Rngs(0))
 
-    with jax.set_mesh(mesh):
-        model = nnx.eval_shape(make_model)
+    with jax.set_mesh(mesh):  # flax wants one where sharding is declared
+        model = nnx.eval_shape(make_model) if start == "create" else make_model()
     part = zerojax.partition(
         nnx.state(model, nnx.Param), mesh, None if declared else P(),
         stage=stage, scan_dims=SCAN_DIMS,
@@ -289,40 +301,134 @@ def test_training_equals_plain_nnx(x64, layout, axis_type, stage, gradients, sta
     if start == "create":
         model, optimizer = create(make_model, tx, part)
     else:
-        with jax.set_mesh(mesh):
-            model = make_model()
         nnx.update(model, part.place(nnx.state(model, nnx.Param)))
         construct = functools.partial(nnx.ModelAndOptimizer, tx=tx)
         optimizer = nnx.jit(construct)(model) if start == "nnx.jit" else construct(model)
+    wanted = part.abstract_params(), zerojax.abstract_state(tx, part)
+    before = arrays_of(model, optimizer)
+    assert_at(wanted, before)
 
-    def held():
-        return nnx.as_pure(nnx.state((model, optimizer)))
-
-    @functools.partial(nnx.jit, donate_argnums=(0, 1))
-    def step(model, optimizer, x, y):
-        return train(model, optimizer, part, gradients, x, y)
-
-    before = held()
-    sharding = jax.NamedSharding(mesh, P("data"))
-    x, y = (jax.device_put(array, sharding) for array in (X, Y))
+    step = functools.partial(train, part=part, gradients=gradients)
+    step = nnx.jit(step, donate_argnums=(0, 1))
+    batch = jax.device_put((X, Y), jax.NamedSharding(mesh, P("data")))
     losses, params, state = train_plainly(name)
     with compilations() as compiled:
-        got = [step(model, optimizer, x, y) for _ in range(STEPS)]
+        got = [step(model, optimizer, *batch) for _ in range(STEPS)]
     assert len(compiled) == (2 if start == "eager" else 1)  # see above
     np.testing.assert_allclose(got, losses, rtol=1e-11)
-    assert_close(params, part.gather(nnx.state(model, nnx.Param)), "params")
-    got_state = nnx.as_pure(optimizer.opt_state)
+    got_params, got_state = arrays_of(model, optimizer)
+    assert_close(params, part.gather(got_params), "params")
     assert_close(state, got_state, "state")
-    # Nothing has moved, and everything is where the plan has it.
-    after = held()
-    for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True):
-        assert x.is_deleted() or x.size < 2  # what is not read cannot be reused
-        assert x.ndim == 0 or x.sharding.is_equivalent_to(y.sharding, x.ndim), (x.shape, x.sharding, y.sharding)
-    wanted = part.abstract_params(), zerojax.abstract_state(tx, part)
-    for like, x in zip(*map(jax.tree.leaves, (wanted, (params_of(model), got_state))), strict=True):
-        assert like.shape == x.shape and x.sharding.is_equivalent_to(like.sharding, x.ndim)
-    assert model.calls[...] == (0 if gradients == "zerojax" or stage == 3 else STEPS)
+    assert_at(wanted, (got_params, got_state))
+    for x in jax.tree.leaves(before):
+        assert x.is_deleted() or x.size < 2, x.shape  # what is not read cannot be reused
+    in_place = gradients == "nnx" and stage < 3
+    assert model.calls[...] == (STEPS if in_place else 0)
 
 
-def params_of(model):
-    return nnx.as_pure(nnx.state(model, nnx.Param))
+# `create`, and what a model holds beside its parameters.
+
+
+class Noisy(nnx.Module):
+    """Dropout and batch statistics; one parameter is padded, and one large."""
+
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        self.large = nnx.Linear(256, 256, use_bias=False, kernel_init=init, rngs=rngs)
+        self.norm = nnx.BatchNorm(256, rngs=rngs)
+        self.head = nnx.Linear(256, 13, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def make_noisy():
+    return Noisy(nnx.Rngs(3))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_create_makes_what_nnx_makes_and_nothing_whole(stage, axis_type, monkeypatch):
+    mesh = make_mesh("mesh4x2", axis_type)
+    with jax.set_mesh(mesh):
+        plain = make_noisy()
+    part = zerojax.partition(nnx.state(plain, nnx.Param), mesh, stage=stage)
+    tx = zerojax.zero(optax.adam(0.1), part)
+    temporary, jit = [], jax.jit
+
+    def recording_jit(fn, **options):
+        def call(*args, **kwargs):
+            if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+                compiled = jit(fn, **options).lower(*args, **kwargs).compile()
+                temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+            return jit(fn, **options)(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "jit", recording_jit)
+        model, _ = create(make_noisy, tx, part)
+    # Some shards of the large one, a quarter each of what a model axis leaves to a device.
+    assert 0 < max(temporary) < plain.large.kernel[...].nbytes / 2
+    params, rest = nnx.state(model, nnx.Param, ...)
+    wanted_params, wanted_rest = nnx.state(plain, nnx.Param, ...)
+    assert_at(part.abstract_params(), nnx.as_pure(params))
+    assert_close(nnx.as_pure(wanted_rest), nnx.as_pure(rest), "rest")
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(rest))
+    for x, want in zip(*map(jax.tree.leaves, (part.gather(params), wanted_params)), strict=True):
+        np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-7)  # compiled as a whole
+    assert nnx.graphdef(model) == nnx.graphdef(plain)  # classes of variables, and metadata
+
+
+def test_create_takes_what_a_checkpoint_restores(x64, tmp_path):
+    """A run that is stopped, resharded and resumed ends where one ends that was not."""
+    losses, params, state = train_plainly("adamw")
+
+    def make_model():
+        return Model(False, nnx.Rngs(0))
+
+    def on(mesh, stage):
+        shapes = nnx.state(nnx.eval_shape(make_model), nnx.Param)
+        part = zerojax.partition(shapes, mesh, stage=stage, scan_dims=SCAN_DIMS)
+        return part, zerojax.zero(MODEL_TX["adamw"], part)
+
+    def go_on(model, optimizer, part, steps):
+        step = nnx.jit(functools.partial(train, part=part, gradients="zerojax"))
+        return [step(model, optimizer, X, Y) for _ in range(steps)]
+
+    part, tx = on(make_mesh("mesh8"), 3)
+    model, optimizer = create(make_model, tx, part)
+    got = go_on(model, optimizer, part, 2)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        zerojax.checkpoint.save(manager, 2, *arrays_of(model, optimizer), tx, part)
+        part, tx = on(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), 1)
+        restored = zerojax.checkpoint.restore(manager, None, tx, part)
+    model, optimizer = create(make_model, tx, part, restored, step=2)
+    got += go_on(model, optimizer, part, STEPS - 2)
+    assert optimizer.step[...] == STEPS
+    np.testing.assert_allclose(got, losses, rtol=1e-11)
+    got_params, got_state = arrays_of(model, optimizer)
+    assert_close(params, got_params, "params")
+    assert_close(state, got_state, "state")
+
+
+def test_dropout_differs_by_device_layer_and_microbatch():
+    """Also with the keys of stacked layers, in variables that all devices share."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def make_layers(rngs):
+        return nnx.Dropout(0.5, rngs=rngs)
+
+    graphdef, rest = nnx.split(make_layers(nnx.Rngs(0)))
+    part = zerojax.partition({"w": np.ones(16)}, make_mesh("mesh8"))
+
+    def loss_fn(params, rest, x):
+        draw = nnx.vmap(lambda layer: layer(jnp.ones(64)), in_axes=0)
+        return jnp.mean(x * params["w"][0]), draw(nnx.merge(graphdef, rest, copy=True))
+
+    grad_fn = zerojax.value_and_grad(
+        loss_fn, part, accumulate=2, has_aux=True, aux_reduction="concat",
+        batch_specs=(P(), P("data")),
+    )  # fmt: skip
+    (_, masks), _ = grad_fn(part.place({"w": np.ones(16)}), rest, jnp.ones(16))
+    assert masks.shape == (3 * 8 * 2, 64)
+    assert len(np.unique(masks, axis=0)) == len(masks)

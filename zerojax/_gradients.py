@@ -118,8 +118,9 @@ def value_and_grad(
     Returns:
       `grad_fn(params, *args) -> (loss, grads)`, or `((loss, aux), grads)`, on global arrays, inside
       jit or outside. Gradients have the tree and the shapes of the parameters and
-      `part.shard_specs`, integer and bool leaves zeros. Below stage 3 a padded leaf is unevenly sharded inside jit, and
-      gathered where it leaves it or where the mesh axes are Explicit (`train_step` avoids both).
+      `part.shard_specs`, integer and bool leaves zeros. Below stage 3 a padded leaf is unevenly
+      sharded inside jit, and gathered where it leaves it or where the mesh axes are Explicit
+      (`train_step` avoids both).
       `grad_fn(..., loss_scale=scale)` multiplies the loss before the backward pass and divides the
       reduced gradients, which then are float32 unless `grad_dtype` says otherwise.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -24,6 +25,7 @@ def create(
     part: Partition,
     restored: tuple[Any, Any] | None = None,
     *,
+    step: int = 0,
     wrt: Any = nnx.Param,
 ) -> tuple[Any, nnx.Optimizer]:
     """Creates a model and its optimizer in their shards: no device ever holds more.
@@ -40,6 +42,7 @@ def create(
       part: the plan, made from `nnx.state(nnx.eval_shape(make_model), wrt)`.
       restored: `(params, opt_state)` to start from, as `zerojax.checkpoint.restore` returns them,
         in place of those that `make_model` and `tx` would make.
+      step: where the optimizer's counter of steps starts.
       wrt: the variables that are trained, an nnx filter.
 
     Returns:
@@ -74,6 +77,7 @@ def create(
     ready = optax.GradientTransformation(lambda _: opt_state, tx.update)
     optimizer = nnx.Optimizer(model, ready, wrt=wrt)
     optimizer.tx = tx
-    step, everywhere = optimizer.step.get_value(), NamedSharding(part.mesh, P())
-    optimizer.step.set_value(jax.device_put(step, everywhere))  # or the second step compiles anew
+    # Flax leaves the counter on one device, and the second step would compile anew.
+    everywhere = NamedSharding(part.mesh, P())
+    optimizer.step.set_value(jax.device_put(np.uint32(step), everywhere))
     return model, optimizer
