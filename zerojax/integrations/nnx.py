@@ -1,8 +1,39 @@
 """flax.nnx: a model and its `nnx.Optimizer`, born in their shards.
 
-All else is plain nnx. `zerojax.partition` takes `nnx.state(model, nnx.Param)` and reads what
-`nnx.with_partitioning` declares; `nnx.Optimizer` takes `zerojax.zero(...)` as it takes any
-transformation, and its state is 1/N of its size from construction on.
+All else is plain nnx. `zerojax.partition` takes a model's state and reads the sharding that
+`nnx.with_partitioning` declares, and `nnx.Optimizer` takes `zerojax.zero` as any transformation:
+
+>>> import optax
+>>> from flax import nnx
+>>> model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+>>> part = zerojax.partition(nnx.state(model, nnx.Param), jax.make_mesh((8,), ("data",)))
+>>> nnx.update(model, part.place(nnx.state(model, nnx.Param)))
+>>> optimizer = nnx.Optimizer(model, zerojax.zero(optax.adam(0.1), part), wrt=nnx.Param)
+>>> optimizer.opt_state[0].mu["kernel"].sharding.spec
+P('data', None)
+
+Gradients come from `nnx.value_and_grad`, which sees the global batch, or, at every stage and
+reduced once, from `zerojax.value_and_grad`:
+
+>>> graphdef = nnx.graphdef(model)  # with more than parameters: graphdef, _, rest = nnx.split(...)
+>>> loss_fn = lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x) ** 2)
+>>> grad_fn = zerojax.value_and_grad(loss_fn, part)
+>>> @nnx.jit
+... def step(model, optimizer, x):
+...     loss, grads = grad_fn(nnx.state(model, nnx.Param), x)
+...     optimizer.update(model, grads)
+...     return loss
+>>> step(model, optimizer, jnp.ones((8, 16))).shape
+()
+
+Pass it other variables as an argument, with `PartitionSpec()` in `batch_specs`, and merge them with
+`copy=True`. What a model changes in them there, such as counts of random numbers, is lost: give
+each step a new key, `model(x, rngs=nnx.Rngs(key))`, which is folded with the index of the device.
+
+Modules are pytrees: layers that `nnx.vmap` stacked are gathered one by one, as
+`zerojax.unshard(layer)(x)` in the body of a `jax.lax.scan` or `nnx.scan`. Rematerialise it with
+`jax.checkpoint(..., policy=zerojax.regather)`: `nnx.remat` hands the weights on as results, which
+`zerojax.value_and_grad` refuses, and behind which XLA may move parameters on Auto axes.
 """
 
 from collections.abc import Callable
@@ -15,6 +46,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax._contexts import standing_on
 from zerojax._partition import Partition
 from zerojax._train import init
 
@@ -30,11 +62,10 @@ def create(
 ) -> tuple[Any, nnx.Optimizer]:
     """Creates a model and its optimizer in their shards: no device ever holds more.
 
-    Needed where a model does not fit on one device, and good where its state does not; otherwise
-    create them as usual and call `nnx.update(model, part.place(nnx.state(model, nnx.Param)))`.
+    Needed where a model does not fit on one device; otherwise create it as usual and place it.
 
-    At stage 3 the model holds shards, padded where `print(part)` says so. Compute with it inside of
-    `zerojax.value_and_grad`, or after `nnx.update(model, part.gather(nnx.state(model, nnx.Param)))`.
+    At stage 3 the model holds shards, padded where `print(part)` says so: differentiate it with
+    `zerojax.value_and_grad`, and call it with `part.gather(nnx.state(model, nnx.Param))` merged in.
 
     Args:
       make_model: `() -> model`, a pure function; it is traced on the mesh of the partition.
@@ -63,7 +94,7 @@ def create(
     >>> model.kernel.sharding.spec, optimizer.opt_state[0].mu["kernel"].sharding.spec
     (P('data', None), P('data', None))
     """
-    with jax.set_mesh(part.mesh):  # flax reads sharding metadata there
+    with standing_on(part.mesh):  # flax wants one where sharding is declared
         model = nnx.eval_shape(make_model)
 
     def make(which: int) -> Any:
@@ -71,10 +102,10 @@ def create(
             return nnx.as_pure(nnx.state(make_model(), wrt, ...)[which])
 
     params, opt_state = restored or init(lambda: make(0), tx, part)()
-    shardings = nnx.as_pure(nnx.get_named_sharding(nnx.state(model, wrt, ...)[1], part.mesh))
-    nnx.update(model, params)
-    nnx.update(model, jax.jit(lambda: make(1), out_shardings=shardings)())
-    ready = optax.GradientTransformation(lambda _: opt_state, tx.update)
+    specs = nnx.as_pure(nnx.get_partition_spec(nnx.state(model, wrt, ...)[1]))
+    rest = jax.jit(lambda: make(1), out_shardings=part.shardings(specs))()
+    nnx.update(model, params, rest)
+    ready = optax.GradientTransformation(lambda params: opt_state, tx.update)
     optimizer = nnx.Optimizer(model, ready, wrt=wrt)
     optimizer.tx = tx
     # Flax leaves the counter on one device, and the second step would compile anew.
