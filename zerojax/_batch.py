@@ -31,9 +31,10 @@ class Batch:
     def on_device(self, leaves: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
         """One device's leaves: those that all microbatches share, and those split among them.
 
-        A PRNG key is folded with the index of the device; a split leaf gets a leading dim.
+        Shared PRNG keys are folded with the index of the device; a split leaf gets a leading dim.
         """
-        shared = [self._fold(x, index, self.part.data_size) for x in leaves]
+        pairs = zip(leaves, self.specs, strict=True)
+        shared = [self._fold(x, spec, index, self.part.data_size) for x, spec in pairs]
         split = [
             x.reshape(self.accumulate, x.shape[0] // self.accumulate, *x.shape[1:])
             for x, spec in zip(leaves, self.specs, strict=True)
@@ -46,7 +47,9 @@ class Batch:
         slices = iter(split)
         return self.treedef.unflatten(
             [
-                next(slices) if self._is_split(spec) else self._fold(x, index, self.accumulate)
+                next(slices)
+                if self._is_split(spec)
+                else self._fold(x, spec, index, self.accumulate)
                 for x, spec in zip(shared, self.specs, strict=True)
             ]
         )
@@ -59,8 +62,10 @@ class Batch:
     def _is_split(self, spec: P) -> bool:
         return not self.part.replicated(spec)
 
-    def _fold(self, x: Any, index: Any, count: int) -> Any:
-        return jax.random.fold_in(x, index) if count > 1 and _is_key(x) else x
+    def _fold(self, x: Any, spec: P, index: Any, count: int) -> Any:
+        if count == 1 or self._is_split(spec) or not _is_key(x):
+            return x
+        return jnp.vectorize(lambda key: jax.random.fold_in(key, index))(x)
 
 
 def check_accumulate(accumulate: Any) -> None:
@@ -128,4 +133,4 @@ def plan_batch(part: Partition, args: tuple[Any, ...], batch_specs: Any, accumul
 
 
 def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

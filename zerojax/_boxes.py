@@ -20,6 +20,15 @@ def pure(tree: Any) -> Any:
     return nnx.as_pure(tree) if nnx else tree
 
 
+def boxed_as(tree: Any, arrays: Any) -> Any:
+    """The arrays in variables as those of `tree`, where this has some and they are as many.
+
+    `nnx.Optimizer` takes for gradients what is in variables of the kind that it updates.
+    """
+    same = jax.tree.structure(pure(tree)) == jax.tree.structure(arrays)
+    return jax.tree.structure(tree).unflatten(jax.tree.leaves(arrays)) if same else arrays
+
+
 def declared_specs(tree: Any) -> list[P | None]:
     """For each leaf the PartitionSpec that its box or variable declares, if it has one."""
     linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")

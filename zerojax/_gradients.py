@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives, _contexts
 from zerojax._batch import check_accumulate, plan_batch
+from zerojax._boxes import boxed_as
 from zerojax._contexts import (
     constrain,
     current_mesh,
@@ -99,8 +100,9 @@ def value_and_grad(
       reduction: how the losses of devices and microbatches combine. "weighted" divides the sum of
         the loss sums by the sum of the weights, which count as constants.
       batch_specs: PartitionSpecs of `args`, a tree prefix; `PartitionSpec()` for what is not per
-        example. By default arrays are split on dim 0, and must agree on its size, scalars are
-        replicated, and a typed PRNG key is folded with the device's and the microbatch's index.
+        example. By default arrays are split on dim 0, and must agree on its size, and scalars are
+        replicated. Typed PRNG keys that are replicated are folded with the device's and the
+        microbatch's index.
       compute_dtype: dtype in which the loss sees floating parameters, such as bfloat16; in it they
         are gathered. Cast the batch yourself, and let the loss end in float32.
       reduce_dtype: dtype in which gradients are summed over devices; by default that in which they
@@ -115,9 +117,10 @@ def value_and_grad(
 
     Returns:
       `grad_fn(params, *args) -> (loss, grads)`, or `((loss, aux), grads)`, on global arrays, inside
-      jit or outside. Gradients have the shapes of the parameters and `part.shard_specs`, integer
-      and bool leaves zeros. Below stage 3 a padded leaf is unevenly sharded inside jit, and
-      gathered where it leaves it or where the mesh axes are Explicit (`train_step` avoids both).
+      jit or outside. Gradients have the tree and the shapes of the parameters and
+      `part.shard_specs`, integer and bool leaves zeros. Below stage 3 a padded leaf is unevenly
+      sharded inside jit, and gathered where it leaves it or where the mesh axes are Explicit
+      (`train_step` avoids both).
       `grad_fn(..., loss_scale=scale)` multiplies the loss before the backward pass and divides the
       reduced gradients, which then are float32 unless `grad_dtype` says otherwise.
 
@@ -216,15 +219,17 @@ def value_and_grad(
                 f"value_and_grad: called inside a jax.shard_map over {sorted(manual)}, and makes "
                 "its own. Call it outside, or use jax.value_and_grad and zero(local_gradients=)."
             )
+        given = params
         params = part.treedef.unflatten(check_tree(part, params, "value_and_grad"))
         boundary = is_boundary(part.mesh, params, args)
         grad_specs = part.treedef.unflatten([grad_spec(leaf, boundary) for leaf in part.leaves])
         try:
-            return run_globally(
+            value, grads = run_globally(
                 run, part.mesh, params, args, loss_scale,
                 out_specs=((P(), aux_specs) if has_aux else P(), grad_specs),
                 static={"boundary": boundary},
             )  # fmt: skip
+            return value, boxed_as(given, grads)
         except NotTraced as failure:
             error = failure.__cause__ or failure
         natural = jax.tree.map(
