@@ -24,6 +24,7 @@ from pairs import product
 
 import zerojax
 from tests.conftest import make_mesh
+from zerojax._shard_uses import equations
 
 LOSSES = {"step": loss_fn, "layer": layered_loss_fn}
 MESHES = ["mesh8", "mesh4x2"]
@@ -108,6 +109,38 @@ def test_a_narrow_reduce_dtype_halves_what_accumulators_send():
     text = jax.jit(grad_fn).lower(part.place(params), *batch(np.float32)).as_text()
     reduced = re.findall(r"stablehlo\.reduce_scatter.*?-> tensor<(?:\d+x)*(\w+)>", text, re.DOTALL)
     assert set(reduced) == {"bf16"}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "often, reduce_dtype, dtype",
+    [(1, None, jnp.bfloat16), (2, None, np.float32), (1, np.float32, np.float32)],
+)
+def test_gradients_by_layer_are_kept_as_wide_as_they_are(stage, often, reduce_dtype, dtype):
+    """In the dtype in which they crossed the wire; several of one weight add up in float32."""
+    params = {"w": jnp.ones((2, 16), jnp.bfloat16)}
+    part = zerojax.partition(params, make_mesh("mesh8"), stage=stage, scan_dims=1)
+
+    def loss(params, x):
+        def layer(total, w):
+            for power in range(0, -9 * often, -9):
+                total += jnp.sum(zerojax.unshard(w)).astype(np.float32) * x[0] * 2.0**power
+            return total, None
+
+        return jax.lax.scan(layer, jnp.float32(0), params["w"])[0]
+
+    grad_fn = zerojax.value_and_grad(
+        loss, part, accumulate=2, reduce_dtype=reduce_dtype, grad_dtype=np.float32
+    )
+    x = np.ones(16, np.float32)
+    x[14:] += 2**-5 if reduce_dtype else 0  # on one device; of the mean that is 2**-8
+    grads = grad_fn(part.place(params), x)[1]["w"]
+    expected = 1 + (2**-9 if often > 1 else 0) + (2**-8 if reduce_dtype else 0)
+    np.testing.assert_array_equal(np.asarray(grads), np.float32(expected))
+    jaxpr = jax.make_jaxpr(grad_fn)(part.place(params), x)
+    scans = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "scan"]
+    shards = [v.aval.dtype for eqn in scans for v in eqn.outvars if v.aval.shape == (2, 2)]
+    assert shards == [np.float32, dtype]  # of microbatches, and in each of layers
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

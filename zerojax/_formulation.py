@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -45,13 +45,14 @@ class Formulation:
       loss: the traced loss.
       wire: how weights reach it, and gradients leave it.
       shards: the parameters that it receives as `Shard`s; the others are whole weights.
-      layered: those of them whose reduced gradients its backward pass delivers.
+      layered: those of them whose reduced gradients its backward pass delivers, and the dtypes in
+        which it does.
     """
 
     loss: TracedLoss
     wire: Wire
     shards: frozenset[int] = frozenset()
-    layered: frozenset[int] = frozenset()
+    layered: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
 
 def choose_formulation(
@@ -74,10 +75,10 @@ def choose_formulation(
     """
     part, leaves = options.part, options.part.leaves
 
-    def trace(wire: Wire, shards: frozenset[int], layered: frozenset[int]) -> Formulation:
+    def trace(wire: Wire, shards: frozenset[int], layered: Mapping[int, Any]) -> Formulation:
         params = part.treedef.unflatten(
             [
-                _shard(options, wire, leaf, i in layered)
+                _shard(options, wire, leaf, layered.get(i))
                 if i in shards
                 else _Held(leaf.shape, leaf.model_spec, wire.dtype(leaf), wire.weight_axes(leaf))
                 for i, leaf in enumerate(leaves)
@@ -96,7 +97,7 @@ def choose_formulation(
         )  # fmt: skip
         return Formulation(loss, wire, shards, layered)
 
-    step = _trace_copied(options, lambda wire: trace(wire, frozenset(), frozenset()))
+    step = _trace_copied(options, lambda wire: trace(wire, frozenset(), {}))
     wire = step.wire
     sharded = frozenset(i for i, leaf in enumerate(leaves) if leaf.shard_axes)
     if not (step.loss.unshards and sharded):
@@ -116,9 +117,8 @@ def choose_formulation(
         dict.fromkeys(uses.problems),
         TypeError,
     )
-    often = {}
+    often = {i: n for i in layered if (n := uses.counts[leaves[i].path]) > 1}
     if part.stage == 1:
-        often = {i: n for i in layered if (n := uses.counts[leaves[i].path]) > 1}
         layered = shards = layered - often.keys()
         if not layered:
             return step, None, _text(options, None, often)
@@ -129,8 +129,15 @@ def choose_formulation(
             "of the parameter",
             dict.fromkeys(uses.uneven),
         )
+    dtypes = {
+        # What is delivered once need not be wider than it was on the wire; several are added up.
+        i: widened(leaves[i].dtype)
+        if i in often
+        else wire.gradient_dtype(leaves[i], added_up=part.stage == 1 and options.accumulate > 1)
+        for i in layered
+    }
     try:
-        layer = trace(wire, shards, layered)
+        layer = trace(wire, shards, dtypes)
     except NotTraced as failure:  # code that needs to know what a Shard does not tell
         raise failure.__cause__ or failure from None
     names = [str(eqn.params.get("name")) for eqn in equations(layer.loss.jaxpr)]
@@ -140,7 +147,7 @@ def choose_formulation(
         dict.fromkeys(f"  {n.removeprefix(REDUCED)}" for n in names if n.startswith(REDUCED)),
         TypeError,
     )
-    return step, layer, _text(options, layer, often)
+    return step, layer, _text(options, layer, often if part.stage == 1 else {})
 
 
 def _trace_copied(options: Options, trace: Callable[[Wire], Formulation]) -> Formulation:
@@ -194,20 +201,20 @@ class _Held:
         return wire.vary(jnp.zeros(shape, self.dtype), self.varying)
 
 
-def _shard(options: Options, wire: Wire, leaf: LeafPlan, layered: bool) -> Shard:
-    """The `Shard` of a leaf, with a `_Held` for each array."""
-    part, wide = options.part, widened(leaf.dtype)
+def _shard(options: Options, wire: Wire, leaf: LeafPlan, dtype: Any) -> Shard:
+    """The `Shard` of a leaf, with a `_Held` for each array; `dtype` is that of its gradient."""
+    part = options.part
     view = _collectives.split_view(part, leaf)
     stored, own = (view.stored, view.shard_spec), leaf.model_axes
     whole = (leaf.shape, leaf.model_spec)
     value = _Held(*whole, leaf.dtype, own)
     if part.stage == 3:
         value = _Held(*stored, leaf.dtype, own + leaf.shard_axes)
-    accumulates = layered and part.stage == 1 and options.accumulate > 1
+    accumulates = dtype is not None and part.stage == 1 and options.accumulate > 1
     return Shard(
         value,
-        _Held(*stored, wide, wire.shard_axes(leaf)) if layered else None,
-        _Held(*whole, wide, wire.weight_axes(leaf)) if accumulates else None,
+        _Held(*stored, dtype, wire.shard_axes(leaf)) if dtype is not None else None,
+        _Held(*whole, widened(leaf.dtype), wire.weight_axes(leaf)) if accumulates else None,
         leaf=leaf, mesh=part.mesh, wire=wire,
     )  # fmt: skip
 

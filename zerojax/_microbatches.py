@@ -64,7 +64,8 @@ def device_gradients(
             return scaled, (loss, *rest)
 
         inputs = {
-            i: wire.zeros(leaves[i]) if i in how.layered else weights[i] for i in options.trained
+            i: wire.zeros(leaves[i], how.layered[i]) if i in how.layered else weights[i]
+            for i in options.trained
         }
         return jax.grad(loss_of, has_aux=True)(inputs)
 
@@ -76,12 +77,12 @@ def device_gradients(
         def add(totals: Leaves, xs: Any) -> tuple[Leaves, Any]:
             slices, index = xs
             grads, (loss, *rest) = microbatch(how, slices, index, {})
-            grads = reduce(grads, reduced - how.layered)
+            grads = reduce(grads, reduced - how.layered.keys())
             totals = {i: total + grads[i].astype(total.dtype) for i, total in totals.items()}
             return totals, (loss.astype(widened(loss.dtype)), *rest)
 
         totals = {
-            i: wire.zeros(leaves[i])
+            i: wire.zeros(leaves[i], widened(leaves[i].dtype))
             if i in reduced
             else jnp.zeros_like(weights[i], widened(leaves[i].dtype))
             for i in options.trained
@@ -92,10 +93,10 @@ def device_gradients(
         return grads | {i: wire.gradient(leaves[i], grads[i]) for i in some}
 
     if accumulate == 1:
-        reduced = how.layered
+        reduced = frozenset(how.layered)
         grads, out = microbatch(how, [x[0] for x in split], 0, {})
     elif layer and local_first:
-        reduced, last = layer.layered, accumulate - 1
+        reduced, last = frozenset(layer.layered), accumulate - 1
         totals, out = add_up(step, frozenset(), [x[:last] for x in split], last)
         delivered = {i: totals[i] for i in reduced}
         grads, out_of_last = microbatch(layer, [x[last] for x in split], last, delivered)

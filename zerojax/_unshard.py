@@ -14,7 +14,7 @@ from zerojax._contexts import constrain, current_mesh
 from zerojax._leaf_plan import LeafPlan
 from zerojax._shard import Shard
 from zerojax._shard_uses import REDUCED, UNSHARDED
-from zerojax._specs import axes_of_type, restrict, widened
+from zerojax._specs import axes_of_type, restrict
 
 
 def unshard(params: Any) -> Any:
@@ -57,7 +57,7 @@ def unshard(params: Any) -> Any:
 
     def one(x: Any) -> Any:
         if isinstance(x, Shard):
-            plan = x.leaf, x.mesh, x.wire, x.slot is None
+            plan = x.leaf, x.mesh, x.wire, None if x.slot is None else x.slot.dtype
             return _unshard(plan, x.value, x.slot, x.accumulator)
         return checkpoint_name(x, UNSHARDED) if isinstance(x, Tracer) else x
 
@@ -103,15 +103,15 @@ def _forward(plan: Any, value: jax.Array, slot: Any, accumulator: Any) -> tuple[
 
 
 def _backward(plan: Any, accumulator: Any, g: jax.Array) -> tuple[Any, Any, Any]:
-    leaf, mesh, wire, frozen = plan
+    leaf, mesh, wire, dtype = plan
     if wire is None:
         return _stored_gradient(leaf, mesh, g), None, None
-    if frozen:
+    if dtype is None:  # frozen
         return None, None, None
     g = checkpoint_name(g, REDUCED + leaf.path)
     if accumulator is not None:
         g = accumulator + g.astype(accumulator.dtype)
-    return None, wire.gradient(leaf, g).astype(widened(leaf.dtype)), None
+    return None, wire.gradient(leaf, g).astype(dtype), None
 
 
 _unshard.defvjp(_forward, _backward)

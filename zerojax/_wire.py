@@ -94,8 +94,12 @@ class Wire:
         axes = [a for a in self.region_axes if a in pending]  # data axes only if of size 1
         return _collectives.total(_collectives.split_view(self.part, leaf), g, axes)
 
-    def zeros(self, leaf: LeafPlan) -> jax.Array:
-        """Zeros in the type of a shard from `gradient`, in float32 or wider."""
-        view = _collectives.split_view(self.part, leaf)
-        x = _collectives.zeros(self.part, view, widened(leaf.dtype))
+    def gradient_dtype(self, leaf: LeafPlan, *, added_up: bool) -> Any:
+        """The dtype of what `gradient` returns for one local gradient, or for a sum of several."""
+        local = widened(leaf.dtype) if added_up else self.dtype(leaf)
+        return local if self.part.data_size == 1 else self.reduce_dtype or local
+
+    def zeros(self, leaf: LeafPlan, dtype: Any) -> jax.Array:
+        """Zeros in the type of a shard from `gradient`."""
+        x = _collectives.zeros(self.part, _collectives.split_view(self.part, leaf), dtype)
         return self.vary(x, self.shard_axes(leaf))

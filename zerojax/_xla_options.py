@@ -55,7 +55,8 @@ def xla_options(chip: str, *, stage: int = 1) -> dict[str, Any]:
         # below, which turns it on, nothing is hidden: 21.5.
         "xla_gpu_enable_latency_hiding_scheduler": True,
         # An estimate of times from data sheets, by which it hides less. Stage 1 on 64: 11.9, with
-        # the estimate 14.8. Stage 3 on 8: 8.0, with it 12.8.
+        # the estimate 14.8. Stage 3 on 8: 8.0, with it 12.8. But stage 2 on 8 then copies for 6 ms,
+        # and holds 0.8 GB more (docs/overlap.md).
         "xla_gpu_enable_analytical_sol_latency_estimator": False,
         # How many transfers may be on their way at once. Stage 3 on 64: 28, one at a time 112.
         # Stage 1 on 8: 2.7, one at a time 4.1, four 4.6.
