@@ -650,3 +650,18 @@ def test_allowed(setups, case):
     s = setups["model"]
     value, _ = zerojax.value_and_grad(loss_fn, s.part, **options)(s.params, X)
     assert value == expected
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_an_inner_transformation_that_closes_over_explicit_arrays(jitted):
+    params = {"w": jnp.ones((16, 4))}
+    part = zerojax.partition(params, EXPLICIT)
+    tx = optax.inject_hyperparams(lambda rate: zerojax.zero(optax.adam(rate), part))(rate=0.1)
+    params = part.place(params)
+    with jax.set_mesh(EXPLICIT):
+        state = tx.init(params)
+        update = jax.jit(tx.update) if jitted else tx.update
+        with pytest.raises(ValueError, match=r"(?s)must not close over arrays.*float32\[\]"):
+            update(params, state, params)
+        inside = zerojax.zero(optax.inject_hyperparams(optax.adam)(learning_rate=0.1), part)
+        inside.update(params, inside.init(params), params)

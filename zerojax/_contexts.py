@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 from jax.core import Tracer
 from jax.sharding import (
@@ -19,7 +20,7 @@ from jax.sharding import (
 from jax.sharding import PartitionSpec as P
 
 from zerojax._processes import check_equal, to_global
-from zerojax._specs import axes_of_type, restrict
+from zerojax._specs import axes_of_type, raise_all, restrict
 
 
 def manual_axes() -> set[str]:
@@ -139,6 +140,21 @@ def _enter_auto(
             return auto(*args)
 
     return run
+
+
+def refuse_explicit_constants(fn: Callable[..., Any], *args: Any, **more: Any) -> None:
+    """Raises if an update closes over arrays on Explicit axes, which Auto-mode code cannot use."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), (args, more)
+    )
+    constants = jax.make_jaxpr(lambda args, more: fn(*args, **more))(*shapes).consts
+    types = [jax.typeof(x) for x in constants]
+    raise_all(
+        "zero.update: on a mesh with Explicit axes the inner transformation must not close over "
+        "arrays, as that of inject_hyperparams(lambda rate: zero(...)) does. Write "
+        "zero(inject_hyperparams(...)), or use zerojax.train_step",
+        [f"  {t}" for t in types if axes_of_type(t.sharding.mesh, AxisType.Explicit)],
+    )
 
 
 def is_eager(tree: Any) -> bool:

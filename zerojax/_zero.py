@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import _collectives
 from zerojax._boxes import pure
-from zerojax._contexts import constrain, manual_axes, run_globally, to_natural, to_stored
+from zerojax._contexts import (
+    constrain,
+    manual_axes,
+    refuse_explicit_constants,
+    run_globally,
+    to_natural,
+    to_stored,
+)
 from zerojax._leaf_plan import LeafPlan
 from zerojax._manual import is_manual, reduce_to_shards
 from zerojax._master import is_wider, subtract_params, with_master, working_dtype
@@ -193,10 +200,15 @@ def zero(
                 part.map(lambda leaf, _: part.param_spec(leaf), updates),
                 jax.tree.map(lambda leaf: leaf.spec, leaves),
             )
-            updates, state = run_globally(
-                update_globally, part.mesh, updates, state, params, arrays,
-                out_specs=specs, static=functions,
-            )  # fmt: skip
+            try:
+                updates, state = run_globally(
+                    update_globally, part.mesh, updates, state, params, arrays,
+                    out_specs=specs, static=functions,
+                )  # fmt: skip
+            except ValueError:
+                bare = functools.partial(inner.update, **functions)
+                refuse_explicit_constants(bare, updates, state, params, **arrays)
+                raise
         return _show_untrainable(part, updates, whole), state
 
     def update_globally(

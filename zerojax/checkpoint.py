@@ -23,6 +23,7 @@ from jax import numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax._boxes import pure
 from zerojax._contexts import run_globally
 from zerojax._contexts import to_natural as _to_natural
 from zerojax._partition import Partition, dtype_of, put
@@ -110,7 +111,7 @@ def to_natural(
     ((16, 3), (13, 3))
     """
     leaves, treedef = _layout(tx, part)
-    held = {"params": params, "opt_state": opt_state}
+    held = pure({"params": params, "opt_state": opt_state})
     values = _match(
         {leaf.name: leaf.stored for leaf in leaves},
         _by_name(held),
