@@ -327,7 +327,7 @@ def test_long_work_shows_its_progress_in_a_terminal(folder, monkeypatch, rich):
         ("consolidate saved out --tied a", "argument --tied: must be like lm_head.weight=embed."),
         ("consolidate saved out --tied a=x", "a: there is no x"),
         ("consolidate saved out --dtype int8", "argument --dtype: invalid choice: 'int8'"),
-        ("consolidate saved no/such/out", "No such file or directory: 'no/such/out.partial'"),
+        ("consolidate saved no/such/out", "No such file or directory: 'no/such/out."),
         ("consolidate saved out --rename cli_model:gone", "cli_model has no function 'gone'"),
         ("frobnicate", "invalid choice: 'frobnicate'"),
         ("", "the following arguments are required: COMMAND"),
