@@ -114,7 +114,7 @@ def train(args: argparse.Namespace, manager: Any) -> list[float]:
         if last or (step + 1) % SAVE_EVERY == 0:
             print(f"step {step + 1}: loss {losses[-1]:.4f}")
             if manager:
-                held = nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
+                held = nnx.state(model, nnx.Param), optimizer.opt_state
                 zerojax.checkpoint.save(manager, step + 1, *held, tx, part)
     logits = jax.jit(logits_of)(part.gather(nnx.state(model, nnx.Param)), held_out[0])
     accuracy = np.mean(np.argmax(logits, -1) == held_out[1])
